@@ -1,0 +1,1 @@
+"""The memory cockpit for multi-stage generation in Jupyter."""

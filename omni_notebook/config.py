@@ -1,0 +1,361 @@
+"""What an engine is made of: `PipelineConfig` and `StageConfig`, read from YAML, a folder, or the word `demo`.
+
+Invariants are held by `__post_init__`, so that a config that exists is a config that may run. No torch here: a
+folder is recognised by its `config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+
+from omni_notebook.errors import ConfigError, UnsupportedError
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parent / "models" / "demo"
+DIT_MODEL_TYPE = "omni_dit"
+LLAMA_MODEL_TYPES = frozenset({"llama"})
+UPSTREAM_ONLY = frozenset({"bytedance-seed/bagel-7b-mot"})
+
+StageKind = Literal["ar", "diffusion"]
+Runtime = Literal["auto", "torch", "vllm", "diffusers"]
+ExecutorName = Literal["uni", "mp", "ray"]
+BackupKind = Literal["spill", "checkpoint"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+_T = TypeVar("_T")
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(b|kb|kib|mb|mib|gb|gib|tb|tib)?\s*$", re.IGNORECASE)
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from `256MiB`, `1.5 GB`, `4096` or an int.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = _SIZE.match(text)
+    if match is None:
+        msg = f"{text!r} is not a size; write for example 256MiB, 1.5GB or 4096 (bytes)"
+        raise ConfigError(msg)
+    return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
+
+
+class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage.
+
+    Attributes:
+        kind: "ar" (token by token) or "diffusion".
+        model: a local folder with `config.json` and `*.safetensors`.
+        name: what people read; the default is the folder's name.
+        runtime: "auto", or what runs the model.
+        executor: "uni" (in this process), "mp" (a process a rank).
+        tensor_parallel_size, num_replicas: ranks a replica, replicas a stage.
+        step_execution: diffusion: schedule single denoise steps.
+        max_num_seqs: AR: sequences that run together. max_batch_size: the same for diffusion requests.
+        max_model_len: AR: tokens of prompt and answer; None = the model's own limit.
+        engine_args: passed to vLLM.
+        ballast_bytes: a real, tagged, restorable tensor a rank, to make memory visible with small models.
+        device, devices: "auto", "cpu", "cuda:0"; one a rank in `devices`.
+        dtype: of weights and activations; "auto" = float32 on CPU, the checkpoint's elsewhere.
+        backup: level 1's host copy: our own spill file, or the mapped checkpoint.
+        spill_dir: where unlinked spill files live; None = the system's temporary folder.
+        gpu_memory_utilization: share of the device that a stage may take.
+        trust_remote_code: whether code that comes with a model may run.
+
+    Raises:
+        ConfigError: a value that can not be (names the key).
+        UnsupportedError: a value that this build does not run (names the reason).
+    """
+
+    kind: StageKind
+    model: str
+    name: str = ""
+    runtime: Runtime = "auto"
+    executor: ExecutorName = "uni"
+    tensor_parallel_size: int = 1
+    num_replicas: int = 1
+    step_execution: bool = False
+    max_num_seqs: int = 8
+    max_batch_size: int = 4
+    max_model_len: int | None = None
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    ballast_bytes: int = 0
+    device: str = "auto"
+    devices: tuple[str, ...] = ()
+    dtype: DType = "auto"
+    backup: BackupKind = "spill"
+    spill_dir: str | None = None
+    gpu_memory_utilization: float = 0.9
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("tensor_parallel_size", "num_replicas", "max_num_seqs", "max_batch_size"):
+            if getattr(self, key) < 1:
+                _refuse(key, getattr(self, key), "must be 1 or more")
+        if self.ballast_bytes < 0:
+            _refuse("ballast_bytes", self.ballast_bytes, "must be 0 or more")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            _refuse("max_model_len", self.max_model_len, "must be 1 or more")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]")
+        if self.step_execution and self.kind != "diffusion":
+            _refuse("step_execution", self.step_execution, "is for diffusion stages")
+        self._refuse_what_does_not_run_yet()
+
+    def _refuse_what_does_not_run_yet(self) -> None:
+        cases = (
+            (self.executor != "uni", f"executor={self.executor!r}: only 'uni' runs in this release"),
+            (self.tensor_parallel_size > 1, "tensor_parallel_size > 1 needs the 'mp' executor (a later release)"),
+            (self.num_replicas > 1, "num_replicas > 1 needs the 'mp' executor (a later release)"),
+            (self.step_execution, "step_execution=True: step-level scheduling is not in this release"),
+            (self.runtime in {"vllm", "diffusers"}, f"runtime={self.runtime!r} is not in this release; use 'torch'"),
+            (self.device not in {"auto", "cpu"}, f"device={self.device!r}: this release runs on 'cpu' only"),
+            (any(d != "cpu" for d in self.devices), f"devices={list(self.devices)}: this release runs on 'cpu' only"),
+        )
+        for wrong, why in cases:
+            if wrong:
+                msg = f"stage {self.name or self.model}: {why}; nothing was started"
+                raise UnsupportedError(msg)
+
+    @property
+    def title(self) -> str:
+        """What people read."""
+        return self.name or Path(self.model).name
+
+
+class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The stages of one engine, in order; a stage's id is its place.
+
+    Attributes:
+        stages: at least one; an AR stage may feed a diffusion stage, nothing feeds an AR stage.
+        name: what people read.
+        default_timeout: seconds an order may take; None = 120 s + 1 s a GiB + 300 s to quiesce.
+
+    Raises:
+        ConfigError: no stage, or stages that do not fit together.
+    """
+
+    stages: tuple[StageConfig, ...]
+    name: str = "pipeline"
+    default_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            msg = "a pipeline needs at least one stage (key: stages)"
+            raise ConfigError(msg)
+        for place, stage in enumerate(self.stages[1:], start=1):
+            if stage.kind == "ar":
+                msg = f"stages[{place}].kind: an 'ar' stage can only be stage 0; nothing feeds tokens to stage {place}"
+                raise ConfigError(msg)
+        if len(self.stages) > 2 or [s.kind for s in self.stages] == ["diffusion", "diffusion"]:
+            msg = "stages: this release runs one stage, or an 'ar' stage followed by a 'diffusion' stage"
+            raise UnsupportedError(msg)
+        if self.default_timeout is not None and self.default_timeout <= 0:
+            _refuse("default_timeout", self.default_timeout, "must be more than 0 seconds")
+
+
+def _refuse(key: str, value: object, why: str) -> None:
+    msg = f"{key}={value!r} {why}"
+    raise ConfigError(msg)
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def load_pipeline(
+    model: str | Path | PipelineConfig,
+    *,
+    overrides: dict[str, Any] | None = None,
+    stage_overrides: dict[int, dict[str, Any]] | None = None,
+) -> PipelineConfig:
+    """The pipeline that `model` names, with `overrides` for every stage and `stage_overrides` for single ones.
+
+    Args:
+        model: "demo", a pipeline YAML file, a model folder, or a ready config.
+        overrides: `StageConfig` fields, and `default_timeout`.
+        stage_overrides: `{stage_id: {field: value}}`.
+
+    Raises:
+        ConfigError: unknown model, key or value; the message names it.
+        UnsupportedError: a model or value that this release does not run; the message says what to do.
+    """
+    config = model if isinstance(model, PipelineConfig) else _resolve(str(model))
+    return _apply(config, dict(overrides or {}), stage_overrides or {})
+
+
+def _resolve(model: str) -> PipelineConfig:
+    if model == DEMO:
+        return _demo()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        stage = stage_from_folder(path)
+        return PipelineConfig(name=path.resolve().name, stages=(stage,))
+    if path.is_file():
+        return _from_yaml(path)
+    raise _unknown_model(model)
+
+
+def _demo() -> PipelineConfig:
+    return PipelineConfig(
+        name=DEMO,
+        stages=(
+            StageConfig(kind="ar", name="thinker", model=str(DEMO_FOLDER / "thinker")),
+            StageConfig(kind="diffusion", name="painter", model=str(DEMO_FOLDER / "dit")),
+        ),
+    )
+
+
+def _unknown_model(model: str) -> ConfigError | UnsupportedError:
+    if model.lower() in UPSTREAM_ONLY:
+        return UnsupportedError(
+            f"{model} runs only on vllm_omni's own engine, which this release does not drive yet; "
+            "use model='demo', a Llama-family folder, or a DiT folder of ours. Nothing was started"
+        )
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
+        return UnsupportedError(
+            f"{model} looks like a Hugging Face name; this release does not download: fetch it first "
+            f"(huggingface-cli download {model} --local-dir DIR) and give the folder. Nothing was started"
+        )
+    return ConfigError(
+        f"unknown model {model!r}: give 'demo', a pipeline file (.yaml), or a folder with a config.json. "
+        "Nothing was started"
+    )
+
+
+def stage_from_folder(folder: Path) -> StageConfig:
+    """The stage that a model folder is, told by its `config.json`.
+
+    Raises:
+        ConfigError: no or broken `config.json`.
+        UnsupportedError: a model type that this release does not run.
+    """
+    model_type = _model_type(folder)
+    if model_type in LLAMA_MODEL_TYPES:
+        return StageConfig(kind="ar", model=str(folder))
+    if model_type == DIT_MODEL_TYPE:
+        return StageConfig(kind="diffusion", model=str(folder))
+    msg = (
+        f"{folder}: model_type {model_type!r} is not one that this release runs "
+        f"({', '.join(sorted(LLAMA_MODEL_TYPES))}, {DIT_MODEL_TYPE}). Nothing was started"
+    )
+    raise UnsupportedError(msg)
+
+
+def _model_type(folder: Path) -> str:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        msg = f"{folder} is not a model folder: {path.name} can not be read ({error.strerror}). Nothing was started"
+        raise ConfigError(msg) from None
+    except ValueError as error:
+        msg = f"{path} is not valid JSON: {error}. Nothing was started"
+        raise ConfigError(msg) from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        msg = f"{path} has no 'model_type'. Nothing was started"
+        raise ConfigError(msg)
+    return str(config["model_type"])
+
+
+def _from_yaml(path: Path) -> PipelineConfig:
+    import yaml  # noqa: PLC0415  (loaded when used: `import omni_notebook` stays light)
+
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        msg = f"{path} is not a readable pipeline file: {' '.join(str(error).split())}. Nothing was started"
+        raise ConfigError(msg) from None
+    if not isinstance(raw, dict):
+        msg = f"{path}: a pipeline file is a mapping with the key 'stages'. Nothing was started"
+        raise ConfigError(msg)
+    _name_unknown_keys(raw, PipelineConfig, str(path))
+    for place, stage in enumerate(raw.get("stages") or []):
+        _complete_stage(stage, f"{path}: stages[{place}]", path.parent)
+    return _convert(raw, PipelineConfig, str(path))
+
+
+def _complete_stage(stage: object, where: str, base: Path) -> None:
+    """Check a stage's keys; make its folder absolute; parse sizes; take its kind from the folder if not given."""
+    if not isinstance(stage, dict):
+        msg = f"{where}: a stage is a mapping with the keys 'kind' and 'model'"
+        raise ConfigError(msg)
+    _name_unknown_keys(stage, StageConfig, where)
+    if "model" not in stage:
+        msg = f"{where}: the key 'model' is missing"
+        raise ConfigError(msg)
+    stage["model"] = _stage_folder(str(stage["model"]), base)
+    if "kind" not in stage:
+        stage["kind"] = stage_from_folder(Path(stage["model"])).kind
+    if "ballast_bytes" in stage:
+        stage["ballast_bytes"] = parse_size(stage["ballast_bytes"])
+
+
+def _stage_folder(model: str, base: Path) -> str:
+    if model.startswith(f"{DEMO}/"):
+        return str(DEMO_FOLDER / model.removeprefix(f"{DEMO}/"))
+    return str((base / Path(model).expanduser()).resolve())
+
+
+def _name_unknown_keys(given: dict[Any, Any], kind: type[msgspec.Struct], where: str) -> None:
+    known = kind.__struct_fields__
+    for key in given:
+        if key not in known:
+            msg = f"{where}: unknown key {key!r}; known are: {', '.join(known)}"
+            raise ConfigError(msg)
+
+
+def _convert(raw: object, kind: type[_T], where: str) -> _T:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        msg = f"{where}: {error}. Nothing was started"
+        raise ConfigError(msg) from None
+
+
+def _apply(
+    config: PipelineConfig, overrides: dict[str, Any], stage_overrides: dict[int, dict[str, Any]]
+) -> PipelineConfig:
+    timeout = overrides.pop("default_timeout", config.default_timeout)
+    for stage_id in stage_overrides:
+        if not 0 <= stage_id < len(config.stages):
+            msg = f"stage_overrides names stage {stage_id}; the pipeline has stages 0 … {len(config.stages) - 1}"
+            raise ConfigError(msg)
+    stages = tuple(
+        _override(stage, {**overrides, **stage_overrides.get(place, {})}, place)
+        for place, stage in enumerate(config.stages)
+    )
+    return PipelineConfig(name=config.name, stages=stages, default_timeout=timeout)
+
+
+def _override(stage: StageConfig, changes: dict[str, Any], place: int) -> StageConfig:
+    where = f"option for stage {place}"
+    _name_unknown_keys(changes, StageConfig, where)
+    if stage.kind != "diffusion":
+        changes.pop("step_execution", None)
+    if isinstance(changes.get("ballast_bytes"), str):
+        changes["ballast_bytes"] = parse_size(changes["ballast_bytes"])
+    merged = {**{f: getattr(stage, f) for f in StageConfig.__struct_fields__}, **changes}
+    return _convert(merged, StageConfig, where)
+
+
+def runtimes() -> tuple[str, ...]:
+    """The words that `runtime=` takes."""
+    return get_args(Runtime)

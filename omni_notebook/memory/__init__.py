@@ -1,0 +1,1 @@
+"""Pools of tagged device memory, and probes that measure them."""

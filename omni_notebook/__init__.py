@@ -1,1 +1,78 @@
-"""The memory cockpit for multi-stage generation in Jupyter."""
+"""The memory cockpit for multi-stage generation in Jupyter.
+
+Importing this loads nothing heavy: every name below is fetched from its module when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from omni_notebook import errors
+    from omni_notebook.config import PipelineConfig, StageConfig
+    from omni_notebook.engine.async_omni import AsyncOmni
+    from omni_notebook.protocol import OmniACK, OmniRequestOutput, OmniSamplingParams
+    from omni_notebook.verbs.session import current, last_acks
+
+    __version__: str
+
+__all__ = [
+    "AsyncOmni",
+    "OmniACK",
+    "OmniRequestOutput",
+    "OmniSamplingParams",
+    "PipelineConfig",
+    "StageConfig",
+    "__version__",
+    "current",
+    "errors",
+    "last_acks",
+    "load_ipython_extension",
+    "unload_ipython_extension",
+]
+
+_HOME = {
+    "AsyncOmni": "omni_notebook.engine.async_omni",
+    "OmniACK": "omni_notebook.protocol",
+    "OmniRequestOutput": "omni_notebook.protocol",
+    "OmniSamplingParams": "omni_notebook.protocol",
+    "PipelineConfig": "omni_notebook.config",
+    "StageConfig": "omni_notebook.config",
+    "current": "omni_notebook.verbs.session",
+    "last_acks": "omni_notebook.verbs.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    elif name == "errors":
+        value = import_module("omni_notebook.errors")
+    elif name == "__version__":
+        value = import_module("importlib.metadata").version("omni-notebook")
+    else:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Give a notebook `%omni` and `%%omni`; what `%load_ext omni_notebook` calls."""
+    from omni_notebook.notebook.extension import load_ipython_extension as load  # noqa: PLC0415  (light import)
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Stop this notebook's engine and take the magics away; what `%unload_ext omni_notebook` calls."""
+    from omni_notebook.notebook.extension import unload_ipython_extension as unload  # noqa: PLC0415  (light import)
+
+    unload(shell)

@@ -1,0 +1,46 @@
+"""What every test gets: private homes for IPython and Jupyter, and the rule that `make test-all` lets none skip.
+
+Under OMNI_TEST_ALL=1 a skip is a failure, but for tests marked `gpu`: a machine that claims to have run everything has.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+TEST_ALL = os.environ.get("OMNI_TEST_ALL") == "1"
+
+
+def pytest_configure(config):
+    """Keep IPython, Jupyter and matplotlib out of the person's own files; set before a test imports them."""
+    home = tempfile.TemporaryDirectory(prefix="omni-tests-")
+    config.add_cleanup(home.cleanup)
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        os.environ[name] = f"{home.name}/{name.lower()}"
+    os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
+    os.environ["MPLBACKEND"] = "agg"
+
+
+def _forbid(report):
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"{report.nodeid}: under OMNI_TEST_ALL=1 only tests marked `gpu` may skip. {reason}"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    expected_failure = hasattr(report, "wasxfail")
+    if TEST_ALL and report.skipped and not expected_failure and item.get_closest_marker("gpu") is None:
+        _forbid(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    if TEST_ALL and report.skipped:  # `pytest.skip(allow_module_level=True)` or `importorskip`: no marker to ask for
+        _forbid(report)
+    return report

@@ -95,8 +95,11 @@ def main() -> int:
         return 0
     results = {name: measure(name) for name in args.names or names()}
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table(results))
-    bad = [name for name, figures in results.items() if isinstance(figures, str) or any(f.met is False for f in figures)]
-    return 1 if bad else 0
+    return 1 if any(map(_bad, results.values())) else 0
+
+
+def _bad(figures: list[Figure] | str) -> bool:
+    return isinstance(figures, str) or any(figure.met is False for figure in figures)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import omni_notebook
+from omni_notebook.verbs import registry
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "vllm", "matplotlib", "IPython", "ipywidgets", "numpy", "tokenizers", "anyio", "PIL", "rich")
@@ -189,6 +190,13 @@ def test_every_dependency_that_we_run_with_is_pinned(extra):
     assert [pin for pin in pins if "==" not in pin] == []
     wanted = names_of(PROJECT["dependencies"] + PROJECT["optional-dependencies"][extra]) - {"omni-notebook"}
     assert wanted - names_of(pins) == set()
+
+
+def test_the_readme_lists_the_verbs_that_there_are():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = re.search(r"<!-- verbs:begin -->\n(.*?)<!-- verbs:end -->", text, re.DOTALL)[1]
+    rows = [f"| `{name}` | {registry.summary(verb)} |" for name, verb in registry.verbs().items()]
+    assert table.splitlines() == ["| verb | what it does |", "| --- | --- |", *rows]
 
 
 # -------------------------------------------------------------------------------------------------- skips

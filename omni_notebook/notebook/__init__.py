@@ -1,0 +1,1 @@
+"""What people touch in Jupyter: the magic, tables, charts, completion."""

@@ -1,0 +1,108 @@
+"""The notebook as a front end: progress bars, variables, tables, and waits that Ctrl-C ends.
+
+Everything runs on the thread that runs the cell; engine threads are polled, they never print.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from omni_notebook.notebook.results import AckList
+from omni_notebook.verbs.frontend import PlainFrontend, poll
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from omni_notebook.protocol import OmniACK
+    from omni_notebook.verbs.frontend import Progress
+
+_T = TypeVar("_T")
+
+SHOW_AFTER_S = 1.0
+_UPDATE_S = 0.2
+
+
+class NotebookFrontend(PlainFrontend):
+    """Shows in the cell that runs, keeps `--out` in the user's namespace."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__()
+        self._shell = shell
+
+    def wait(self, future: Future[_T], gauge: Callable[[], Progress] | None, tick: Callable[[], None] | None) -> _T:
+        """Wait with a progress bar after `SHOW_AFTER_S`."""
+        bar = ProgressBar(gauge)
+
+        def step() -> None:
+            if tick is not None:
+                tick()
+            bar.update()
+
+        with interruptible():
+            try:
+                return poll(future, step)
+            finally:
+                bar.close()
+
+    def dress(self, acks: Sequence[OmniACK]) -> list[OmniACK]:
+        """A list that shows as a table."""
+        return AckList(acks)
+
+    def store(self, name: str, value: object) -> None:
+        """Into the user's namespace."""
+        self._shell.user_ns[name] = value
+
+
+class ProgressBar:
+    """A tqdm bar that appears only when something takes more than a second."""
+
+    def __init__(self, gauge: Callable[[], Progress] | None) -> None:
+        self._gauge = gauge
+        self._next = time.monotonic() + SHOW_AFTER_S
+        self._bar: Any = None
+
+    def update(self) -> None:
+        """Show the latest progress, at most five times a second."""
+        if self._gauge is None or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _UPDATE_S
+        progress = self._gauge()
+        if self._bar is None:
+            self._bar = _new_bar()
+        self._bar.set_description_str(progress.label, refresh=False)
+        self._bar.n = round(100 * (progress.fraction or 0.0))
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _new_bar() -> Any:
+    from tqdm.auto import tqdm  # noqa: PLC0415  (loaded when used)
+
+    # A subclass without the monitor: tqdm's own thread would draw from a thread.
+    quiet = type("Bar", (tqdm,), {"monitor_interval": 0})
+    return quiet(total=100, leave=False, bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt here, whatever handler the kernel has set for asynchronous cells."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,70 @@
+"""`%omni` and `%%omni`: one line in, a result or one red line out."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, TypeVar
+
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+from IPython.display import display
+
+from omni_notebook.errors import OmniError, SleepError, WakeError
+from omni_notebook.notebook import completion, formatters
+from omni_notebook.notebook.frontend import NotebookFrontend
+from omni_notebook.verbs.registry import execute
+from omni_notebook.verbs.session import session
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+_E = TypeVar("_E", bound=BaseException)
+
+_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
+_SHORT = (OmniError, ValueError, KeyboardInterrupt)
+
+
+@magics_class
+class OmniMagics(Magics):
+    """The magic; `%omni help` lists its verbs."""
+
+    @line_cell_magic
+    def omni(self, line: str, cell: str | None = None) -> object:
+        """Carry out a verb: %omni help lists them, %omni alone shows the status."""
+        try:
+            return execute(session(), line, cell)
+        except _SHORT as error:
+            caught = error
+        # Raised outside the handler: an error raised inside would carry a context that IPython may unfold.
+        if isinstance(caught, SleepError | WakeError):
+            display(session().acks)  # type: ignore[no-untyped-call]
+        raise shortened(caught)
+
+
+def shortened(error: _E) -> _E:
+    """The same error, which IPython now renders as one red line and which holds no frames."""
+    error.__dict__["_render_traceback_"] = functools.partial(red_line, type(error).__name__, str(error))
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def red_line(kind: str, message: str) -> list[str]:
+    """What a cell shows for an error."""
+    kind = "KeyboardInterrupt" if kind == "InterruptedVerb" else kind
+    return [f"{_RED}{kind}: {' '.join(message.split()) or 'interrupted'}{_PLAIN}"]
+
+
+def install(shell: InteractiveShell) -> None:
+    """Make the magic, its completion and its tables known to a shell; a second time changes nothing."""
+    remove(shell)
+    session().frontend = NotebookFrontend(shell)
+    shell.register_magics(OmniMagics(shell))
+    completion.install(shell)
+    formatters.install(shell)
+
+
+def remove(shell: InteractiveShell) -> None:
+    """Take them away again; the engine keeps running."""
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop("omni", None)
+    completion.remove(shell)
+    formatters.remove(shell)

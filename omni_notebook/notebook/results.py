@@ -1,0 +1,80 @@
+"""What a cell shows: ACK lists, statuses, generations; each as text, as HTML or a picture, or both."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.notebook import charts, html, tables
+from omni_notebook.protocol import OmniACK
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from omni_notebook.protocol import EngineStatus
+    from omni_notebook.verbs.generating import Generation
+
+SHOWN_PIXELS = 256
+_GAP_PIXELS = 8
+
+
+class AckList(list[OmniACK]):
+    """A list of ACKs that a cell shows as a table with a bar a rank."""
+
+    def __repr__(self) -> str:
+        """The table in text."""
+        return tables.as_text(tables.ack_table(self))
+
+    def _repr_mimebundle_(self, **_kwargs: object) -> dict[str, Any]:
+        """Text, HTML and a still picture."""
+        table = tables.ack_table(self)
+        bundle: dict[str, Any] = {"text/plain": tables.as_text(table), "text/html": html.as_html(table)}
+        if self:
+            bundle["image/png"] = figure_png(charts.plot_reclaimed(self))
+        return bundle
+
+
+def status_bundle(status: EngineStatus) -> dict[str, Any]:
+    """A status as text, HTML and a still picture."""
+    table = tables.status_table(status)
+    bundle: dict[str, Any] = {"text/plain": tables.as_text(table), "text/html": html.as_html(table)}
+    if charts.status_bars(status):
+        bundle["image/png"] = figure_png(charts.plot_resident(status))
+    return bundle
+
+
+def generation_bundle(made: Generation) -> dict[str, Any]:
+    """The images side by side, small ones enlarged without blur; for text, the text."""
+    if not made.images:
+        return {"text/plain": f"{made.text}\n{made.caption()}"}
+    return {"text/plain": repr(made), "image/png": image_png(made.images)}
+
+
+def figure_png(figure: Figure) -> bytes:
+    """A figure as PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def image_png(images: list[Any]) -> bytes:
+    """PIL images in one row, as PNG."""
+    from PIL import Image  # noqa: PLC0415  (loaded when used)
+
+    shown = [_enlarged(image.convert("RGB")) for image in images]
+    width = sum(image.width for image in shown) + _GAP_PIXELS * (len(shown) - 1)
+    sheet = Image.new("RGB", (width, max(image.height for image in shown)), "white")
+    left = 0
+    for image in shown:
+        sheet.paste(image, (left, 0))
+        left += image.width + _GAP_PIXELS
+    buffer = io.BytesIO()
+    sheet.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _enlarged(image: Any) -> Any:
+    from PIL import Image  # noqa: PLC0415
+
+    times = max(1, SHOWN_PIXELS // max(image.size))
+    return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)

@@ -1,0 +1,241 @@
+"""Rows of the ACK table and the status table, and their plain-text form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omni_notebook.notebook import charts, units
+from omni_notebook.verbs import hints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.protocol import EngineStatus, OmniACK, StageStatus
+
+ACK_COLUMNS = (
+    "stage",
+    "rank",
+    "replica",
+    "status",
+    "state",
+    "freed",
+    "bar",
+    "expected / observed",
+    "residual",
+    "host backup",
+    "latency",
+    "note",
+)
+STATUS_COLUMNS = (
+    "stage",
+    "name",
+    "kind",
+    "state",
+    "pause",
+    "weights",
+    "requests",
+    "memory: resident / mapped",
+    "host backup",
+    "note",
+)
+BAR = ACK_COLUMNS.index("bar")
+_BAR_CELLS = 12
+_INKS = {charts.FREED: "█", charts.MAPPED: "▓", charts.FAILED: "x", charts.RESIDUAL: "░"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Cells of text, the bar that goes into the bar column, and whether the row is fine."""
+
+    cells: tuple[str, ...]
+    bar: charts.Bar | None = None
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table with a line above and lines below."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def full_bytes(self) -> int:
+        """The longest bar."""
+        return max([row.bar.total_bytes for row in self.rows if row.bar], default=0)
+
+
+# --------------------------------------------------------------------------------------------- ACKs
+
+
+def ack_table(acks: Sequence[OmniACK]) -> Table:
+    """A row a rank; a process that several ranks share is explained below and counted once."""
+    rows = tuple(
+        Row(_ack_cells(ack), charts.Bar(units.place(ack), (charts.main_segment(ack),)), ack.ok) for ack in acks
+    )
+    return Table(_ack_title(acks), ACK_COLUMNS, rows, tuple(_shared_notes(acks)))
+
+
+def _ack_title(acks: Sequence[OmniACK]) -> str:
+    if not acks:
+        return "no acknowledgements"
+    failed = sum(not ack.ok for ack in acks)
+    ranks = f"{len(acks)} rank{'s' if len(acks) > 1 else ''}"
+    parts = [f"{ranks} answered" + (f", {failed} with ERROR" if failed else "")]
+    parts.append(f"freed {units.size(sum(ack.freed_bytes for ack in acks))}")
+    mapped = sum(ack.metadata.get("mapped_bytes") or 0 for ack in acks if ack.metadata.get("state") == "WARM")
+    if mapped:
+        parts.append(f"mapped {units.size(mapped)}")
+    held = charts.processes(acks)
+    if held:
+        total = units.size(sum(process.residual_bytes for process in held))
+        parts.append(f"residual {total} in {len(held)} process{'es' if len(held) > 1 else ''}")
+    return " · ".join(parts)
+
+
+def _shared_notes(acks: Sequence[OmniACK]) -> list[str]:
+    return [
+        f"* process {process.pid} ({process.device}) holds {units.size(process.residual_bytes)} "
+        f"for {', '.join(process.ranks)} together; counted once"
+        for process in charts.processes(acks)
+        if len(process.ranks) > 1
+    ]
+
+
+def _ack_cells(ack: OmniACK) -> tuple[str, ...]:
+    facts = ack.metadata
+    return (
+        str(ack.stage_id),
+        str(ack.rank),
+        str(facts.get("replica") or 0),
+        ("✓ " if ack.ok else "✗ ") + ack.status,
+        _ack_state(ack),
+        _ack_moved(ack),
+        "",
+        f"{units.size(facts.get('expected_bytes'))} / {units.size(facts.get('observed_bytes'))}",
+        units.size(facts.get("residual_bytes")),
+        units.size(facts.get("host_backup_bytes")),
+        units.milliseconds(facts.get("latency_ms")),
+        _ack_note(ack),
+    )
+
+
+def _ack_state(ack: OmniACK) -> str:
+    state, level = ack.metadata.get("state"), ack.metadata.get("level")
+    words = [str(state)] if state else []
+    return ", ".join(words + ([f"level {level}"] if level and state == "COLD" else [])) or units.NONE
+
+
+def _ack_moved(ack: OmniACK) -> str:
+    segment = charts.main_segment(ack)
+    mapped_again = segment.look is charts.MAPPED and segment.n_bytes
+    return f"{units.size(segment.n_bytes)} mapped" if mapped_again else units.size(ack.freed_bytes)
+
+
+def _ack_note(ack: OmniACK) -> str:
+    facts = ack.metadata
+    parts = [
+        facts.get("error_code"),
+        ack.error_msg,
+        "no-op: it was so already" if facts.get("noop") else None,
+        f"host freed {units.size(facts['host_freed_bytes'])}" if facts.get("host_freed_bytes") else None,
+        "NOT recoverable" if facts.get("recoverable") is False else None,
+        facts.get("note"),
+    ]
+    return "; ".join(str(part) for part in parts if part)
+
+
+# ------------------------------------------------------------------------------------------- status
+
+
+def status_table(status: EngineStatus) -> Table:
+    """A row a stage; requests are running / queued / in transit / at the gate."""
+    if status.closed:
+        title = f"{status.model}: shut down"
+    else:
+        gate = "closed" if status.paused else "open"
+        title = f"{status.model} · admission {gate} · up {status.uptime_s:.0f} s"
+    notes = ("requests: running / queued / in transit / at the gate", *_calls(status))
+    return Table(title, STATUS_COLUMNS, tuple(_stage_row(stage) for stage in status.stages), notes)
+
+
+def _calls(status: EngineStatus) -> list[str]:
+    calls = ((stage, hints.call_that_helps(stage)) for stage in status.stages)
+    return [f"stage {stage.stage_id}: {call}" for stage, call in calls if call]
+
+
+def _stage_row(stage: StageStatus) -> Row:
+    pause = str(stage.pause_state) + (f" ({stage.pause_mode})" if stage.pause_mode else "")
+    alive = all(rank.alive for rank in stage.ranks)
+    cells = (
+        str(stage.stage_id),
+        stage.name,
+        f"{stage.kind} · {stage.runtime}",
+        hints.memory_words(stage),
+        pause,
+        stage.weight_version or units.NONE,
+        f"{stage.running} / {stage.queued} / {stage.in_transit} / {stage.waiting_at_gate}",
+        _memory(stage),
+        units.size(sum(rank.host_backup_bytes for rank in stage.ranks)),
+        _stage_note(stage, alive=alive),
+    )
+    return Row(cells, ok=alive and stage.state != "FAILED" and not stage.last_error)
+
+
+def _memory(stage: StageStatus) -> str:
+    sums = charts.tag_sums(stage.ranks)
+    return "\n".join(
+        f"{charts.tag_label(tag)} {units.size(resident)} / {units.size(mapped)}"
+        for tag, (resident, mapped) in sums.items()
+    )
+
+
+def _stage_note(stage: StageStatus, *, alive: bool) -> str:
+    parts = [
+        None if alive else "a worker is dead",
+        f"{len(stage.ranks)} ranks" if len(stage.ranks) > 1 else None,
+        f"ballast {units.size(stage.ballast_bytes)} a rank is filler, no model" if stage.ballast_bytes else None,
+        None if stage.recoverable else "weights can NOT be reloaded",
+        f"last error: {stage.last_error}" if stage.last_error else None,
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+# --------------------------------------------------------------------------------------------- text
+
+
+def as_text(table: Table) -> str:
+    """The table in fixed-width text."""
+    rows = [_text_cells(row, table.full_bytes) for row in table.rows]
+    lines = [table.title]
+    if rows:
+        grid = [list(table.columns), *[line for row in rows for line in _split(row)]]
+        widths = [max(len(cells[column]) for cells in grid) for column in range(len(table.columns))]
+        lines += ["  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip() for cells in grid]
+    return "\n".join([*lines, *table.notes])
+
+
+def _text_cells(row: Row, full_bytes: int) -> list[str]:
+    cells = [" ".join(cell.split(" ")) for cell in row.cells]
+    if row.bar is not None:
+        cells[BAR] = _text_bar(row.bar, full_bytes)
+    return cells
+
+
+def _split(cells: list[str]) -> list[list[str]]:
+    """One row as the lines that its tallest cell needs."""
+    columns = [cell.split("\n") for cell in cells]
+    tall = max(len(column) for column in columns)
+    return [[column[line] if line < len(column) else "" for column in columns] for line in range(tall)]
+
+
+def _text_bar(bar: charts.Bar, full_bytes: int) -> str:
+    ink = "".join(
+        _INKS.get(segment.look, "█") * round(_BAR_CELLS * segment.n_bytes / full_bytes)
+        for segment in bar.segments
+        if full_bytes
+    )
+    return ink.ljust(_BAR_CELLS, "·")[:_BAR_CELLS]

@@ -1,0 +1,75 @@
+"""Words that can stand at the cursor: verbs, options, their values, stage ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omni_notebook.verbs.parsing import STAGE, TAG, VERB
+from omni_notebook.verbs.registry import parser_for, verbs
+
+if TYPE_CHECKING:
+    import argparse
+
+    from omni_notebook.verbs.parsing import VerbParser
+    from omni_notebook.verbs.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """`words` that may replace `fragment`, the part of a word in front of the cursor."""
+
+    fragment: str
+    words: list[str]
+
+
+def candidates(session: Session, text: str) -> Candidates:
+    """What can follow; `text` is the line after `%omni ` up to the cursor."""
+    *before, fragment = text.split(" ")
+    before = [word for word in before if word]
+    words = _words(session, before, fragment)
+    return Candidates(fragment, [word for word in words if word.startswith(fragment)])
+
+
+def _words(session: Session, before: list[str], fragment: str) -> list[str]:
+    if not before:
+        return list(verbs())
+    found = verbs().get(before[0])
+    if found is None:
+        return []
+    parser = parser_for(found)
+    options = [option for option in parser.options() if option not in before]
+    if fragment.startswith("-"):
+        return options
+    open_option = _open_option(parser, before[1:])
+    if open_option is not None:
+        return _values(session, open_option)
+    positional = [word for action in parser.actions() if not action.option_strings for word in _values(session, action)]
+    return [word for word in positional if word not in before[1:]] + options
+
+
+def _open_option(parser: VerbParser, before: list[str]) -> argparse.Action | None:
+    """The option that still takes a value at the cursor."""
+    takers = {option: action for action in parser.actions() for option in action.option_strings}
+    for distance, word in enumerate(reversed(before)):
+        action = takers.get(word)
+        if action is None:
+            continue
+        takes_one_more = action.nargs == "+" or (action.nargs is None and distance == 0)
+        return action if takes_one_more else None
+    return None
+
+
+def _values(session: Session, action: argparse.Action) -> list[str]:
+    if action.choices is not None:
+        return [str(choice) for choice in action.choices]
+    if action.metavar == VERB:
+        return list(verbs())
+    status = session.running.status() if session.running else None
+    if status is None:
+        return []
+    if action.metavar == STAGE:
+        return [str(stage.stage_id) for stage in status.stages]
+    if action.metavar == TAG:
+        return sorted({tag for stage in status.stages for rank in stage.ranks for tag in rank.tags})
+    return []

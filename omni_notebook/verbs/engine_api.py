@@ -1,0 +1,79 @@
+"""The engine as verbs see it: every engine of this package answers these calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+    from concurrent.futures import Future
+
+    from omni_notebook.protocol import EngineStatus, OmniACK, OmniRequestOutput
+
+_T = TypeVar("_T")
+
+
+class Engine(Protocol):
+    """The part of `AsyncOmni` that verbs call; the coroutines run through `submit`."""
+
+    async def sleep(
+        self,
+        stage_ids: list[int] | None = None,
+        level: int = 1,
+        mode: str | None = None,
+        timeout: float | None = None,
+        *,
+        discard: bool = True,
+        raise_on_error: bool = True,
+    ) -> list[OmniACK]:
+        """Put stages to sleep."""
+
+    async def wake_up(
+        self,
+        stage_ids: list[int] | None = None,
+        tags: list[str] | None = None,
+        reload: bool = True,
+        timeout: float | None = None,
+        *,
+        raise_on_error: bool = True,
+    ) -> list[OmniACK]:
+        """Wake stages."""
+
+    async def pause_generation(
+        self,
+        mode: str = "abort",
+        stage_ids: list[int] | None = None,
+        wait_for_inflight_requests: bool = False,
+        clear_cache: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        """Close admission, and with "keep" the schedulers."""
+
+    async def resume_generation(self, stage_ids: list[int] | None = None) -> None:
+        """Open again what a pause closed."""
+
+    async def restart(self, stage_id: int) -> None:
+        """Start a stage's workers anew."""
+
+    async def abort(self, request_id: str) -> None:
+        """End a request."""
+
+    def generate(
+        self,
+        prompt: str | dict[str, Any],
+        request_id: str | None = None,
+        sampling_params: dict[str, Any] | None = None,
+        *,
+        output_modalities: list[str] | None = None,
+        admission_timeout: float = 60.0,
+    ) -> AsyncIterator[OmniRequestOutput]:
+        """Outputs of one request."""
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine on the engine's loop, from any thread."""
+
+    def status(self) -> EngineStatus:
+        """A snapshot."""
+
+    def shutdown(self) -> None:
+        """Give everything back."""

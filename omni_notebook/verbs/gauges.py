@@ -1,0 +1,71 @@
+"""How far a start, a sleep or a wake is, read from the waiting thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_notebook.verbs import hints
+from omni_notebook.verbs.frontend import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.protocol import StageStatus
+    from omni_notebook.verbs.engine_api import Engine
+
+
+class StartGauge:
+    """Takes what the constructor reports from whatever thread; the latest report wins."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._latest = Progress("starting")
+
+    def report(self, label: str, fraction: float) -> None:
+        """The engine's `progress` callback.
+
+        Raises:
+            StartCancelled: someone cancelled; the constructor gives up.
+        """
+        if self.cancelled:
+            raise StartCancelled
+        self._latest = Progress(label, fraction)
+
+    def __call__(self) -> Progress:
+        """The latest report."""
+        return self._latest
+
+
+class StartCancelled(Exception):  # noqa: N818  (an order, not an error)
+    """Raised inside the engine's constructor to end a start that is no longer wanted."""
+
+
+class MemoryGauge:
+    """The share of the stages' memory that has left (`falling`) or come back, by what is resident now."""
+
+    def __init__(self, engine: Engine, stages: Sequence[int] | None, *, falling: bool) -> None:
+        self._engine = engine
+        self._stages = stages
+        self._falling = falling
+        self._before = resident_bytes(self._picked())
+
+    def __call__(self) -> Progress:
+        """What is resident now, against the start of a sleep or the end of a wake."""
+        picked = self._picked()
+        goal = self._before if self._falling else mapped_bytes(picked)
+        share = min(1.0, resident_bytes(picked) / goal) if goal else 0.0
+        label = ", ".join(f"stage {stage.stage_id} {stage.state}" for stage in picked)
+        return Progress(label, 1.0 - share if self._falling else share)
+
+    def _picked(self) -> list[StageStatus]:
+        return hints.pick(self._engine.status(), self._stages)
+
+
+def resident_bytes(stages: Sequence[StageStatus]) -> int:
+    """Bytes of the stages' pools that are physically there."""
+    return sum(tag.resident_bytes for stage in stages for rank in stage.ranks for tag in rank.tags.values())
+
+
+def mapped_bytes(stages: Sequence[StageStatus]) -> int:
+    """Bytes that the stages' pools span."""
+    return sum(tag.mapped_bytes for stage in stages for rank in stage.ranks for tag in rank.tags.values())

@@ -1,0 +1,207 @@
+"""`generate` and `abort`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.errors import ArgumentError
+from omni_notebook.protocol import RequestState
+from omni_notebook.verbs.parsing import REQUEST, VerbParser, add_out
+from omni_notebook.verbs.registry import verb
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import AsyncIterator
+
+    from omni_notebook.protocol import OmniRequestOutput
+    from omni_notebook.verbs.frontend import Frontend
+    from omni_notebook.verbs.session import Session
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """What `%omni generate` returns.
+
+    Attributes:
+        prompt: the text that was asked for.
+        text: what the AR stage wrote.
+        images: PIL images, as the diffusion stage made them.
+        output: the request's last output, with ids and metrics.
+        seed, steps, guidance: what it was made with; steps and guidance are None for text.
+        elapsed_s: seconds from the call to the last output.
+    """
+
+    prompt: str
+    request_id: str
+    text: str = ""
+    images: list[Any] = field(default_factory=list)
+    output: OmniRequestOutput | None = None
+    seed: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    elapsed_s: float = 0.0
+
+    def caption(self) -> str:
+        """`seed 42 · 20 steps · guidance 2 · 0.84 s`."""
+        parts = [
+            None if self.seed is None else f"seed {self.seed}",
+            None if self.steps is None else f"{self.steps} steps",
+            None if self.guidance is None else f"guidance {self.guidance:g}",
+            f"{self.elapsed_s:.2f} s",
+        ]
+        if self.output is not None and self.output.state == RequestState.ABORTED:
+            parts.append("ABORTED")
+        return " · ".join(part for part in parts if part)
+
+    def __repr__(self) -> str:
+        """What it is, in one line."""
+        what = f"{len(self.images)} image(s)" if self.images else f"{len(self.text)} characters"
+        return f"<Generation {self.request_id}: {what}, {self.caption()}>"
+
+
+class _Stream:
+    """Outputs on their way from the engine's loop to the waiting thread, which writes new text as it comes."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.outputs: deque[OmniRequestOutput] = deque()
+        self.text = ""
+        self.last: OmniRequestOutput | None = None
+        self.images: list[Any] = []
+        self._frontend = frontend
+
+    async def fill(self, source: AsyncIterator[OmniRequestOutput]) -> None:
+        """Runs on the engine's loop; closes the source also when it is cancelled."""
+        try:
+            async for output in source:
+                self.outputs.append(output)
+        finally:
+            if isinstance(source, AsyncGenerator):
+                await source.aclose()
+
+    def drain(self) -> None:
+        """Runs on the waiting thread."""
+        while self.outputs:
+            output = self.outputs.popleft()
+            self.last = output
+            self.images = output.images or self.images
+            if output.text and output.text != self.text:
+                self._write(output.text)
+
+    def _write(self, text: str) -> None:
+        new = text.removeprefix(self.text) if text.startswith(self.text) else f"\n{text}"
+        self.text = text
+        self._frontend.write(new)
+
+    def end_line(self) -> None:
+        """Close the line of text that was being written."""
+        if self.text and not self.text.endswith("\n"):
+            self._frontend.write("\n")
+
+
+@verb
+class Generate:
+    """Generate from a prompt: the text streams, images show with seed, steps and time.
+
+    The prompt is the cell (%%omni generate) or the rest of the line. A gate that is closed refuses at once.
+    Example: %omni generate a red star above a blue circle --seed 42
+    """
+
+    name = "generate"
+    takes_cell = True
+    quotes = '"'
+
+    def prepare_parser(self, parser: VerbParser) -> None:
+        """The prompt and how to sample."""
+        parser.add_argument("prompt", nargs="*", help="the prompt, in the line form")
+        parser.add_argument("--seed", type=int, metavar="N", help="same seed, same bytes; none = a fresh one")
+        parser.add_argument("--steps", type=int, metavar="N", help="denoise steps; time grows with them")
+        parser.add_argument("--guidance", type=float, metavar="X", help="classifier-free guidance, 1 = off")
+        parser.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens of text")
+        parser.add_argument("--temperature", type=float, metavar="X", help="0 = the likeliest token each time")
+        parser.add_argument("--text-only", action="store_true", help="end after the text; no image stage is needed")
+        add_out(parser)
+
+    def run(self, session: Session, args: argparse.Namespace) -> Generation:
+        """The text and the images."""
+        prompt = _prompt(args)
+        stream = _Stream(session.frontend)
+        request_id = f"nb-{uuid.uuid4().hex[:8]}"
+        source = session.engine.generate(
+            prompt,
+            request_id,
+            _sampling(args),
+            output_modalities=["text"] if args.text_only else None,
+            admission_timeout=0.0,
+        )
+        begin = time.perf_counter()
+        try:
+            session.call(stream.fill(source), tick=stream.drain)
+        finally:
+            stream.end_line()
+        made = _generation(prompt, request_id, stream)
+        made.elapsed_s = time.perf_counter() - begin
+        session.frontend.write(f"{made.caption()}\n")
+        session.store(args.out, made)
+        return made
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    line = " ".join(args.prompt).strip()
+    cell = (args.cell or "").strip()
+    if line and cell:
+        msg = "omni generate got a prompt in the line and one in the cell; give one; nothing was started"
+        raise ArgumentError(msg)
+    if not line and not cell:
+        msg = "omni generate: the prompt is empty; write it in the cell, or after %omni generate; nothing was started"
+        raise ArgumentError(msg)
+    return line or cell
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "seed": args.seed,
+        "num_inference_steps": args.steps,
+        "guidance_scale": args.guidance,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+    }
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _generation(prompt: str, request_id: str, stream: _Stream) -> Generation:
+    metrics = stream.last.metrics if stream.last else {}
+    drawn = bool(stream.images)
+    return Generation(
+        prompt=prompt,
+        request_id=request_id,
+        text=stream.text,
+        images=stream.images,
+        output=stream.last,
+        seed=metrics.get("seed"),
+        steps=metrics.get("steps") if drawn else None,
+        guidance=metrics.get("guidance") if drawn else None,
+    )
+
+
+@verb
+class Abort:
+    """End a request; its consumer gets what there is, marked as aborted.
+
+    Example: %omni abort nb-1a2b3c4d
+    """
+
+    name = "abort"
+
+    def prepare_parser(self, parser: VerbParser) -> None:
+        """One request."""
+        parser.add_argument("request_id", metavar=REQUEST, help="the request's id")
+
+    def run(self, session: Session, args: argparse.Namespace) -> None:
+        """Abort, and say so."""
+        session.call(session.engine.abort(args.request_id))
+        session.frontend.write(f"request {args.request_id} was aborted, if it had not ended\n")

@@ -1,0 +1,126 @@
+"""The verbs by name. Adding one is one class with `@verb`; magic, completion, help and README come from here."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from omni_notebook.errors import ArgumentError
+from omni_notebook.verbs.parsing import VerbParser, did_you_mean, split_line
+
+if TYPE_CHECKING:
+    import argparse
+
+    from omni_notebook.verbs.session import Session
+
+_MODULES = ("lifecycle", "look", "generating", "sleeping", "pausing")
+DEFAULT = "status"
+
+
+class Verb(Protocol):
+    """One verb: its class docstring is its help, the first line the summary."""
+
+    name: ClassVar[str]
+
+    def prepare_parser(self, parser: VerbParser) -> None:
+        """Add the verb's arguments."""
+
+    def run(self, session: Session, args: argparse.Namespace) -> object:
+        """Carry it out; `args.cell` is the cell's text, None in the line form. The result is what a magic returns."""
+
+
+_V = TypeVar("_V", bound=type[Any])
+_VERBS: dict[str, Verb] = {}
+
+
+def verb(cls: _V) -> _V:
+    """Register a verb class.
+
+    A verb that takes a cell says so with `takes_cell = True`; one whose words are prose and not Python names the
+    quotes that hold words together with `quotes = '"'`.
+    """
+    _VERBS[cls.name] = cls()
+    return cls
+
+
+def verbs() -> dict[str, Verb]:
+    """All verbs, in the order in which help lists them."""
+    for module in _MODULES:
+        importlib.import_module(f"omni_notebook.verbs.{module}")
+    return _VERBS
+
+
+def find(name: str) -> Verb:
+    """The verb with this name.
+
+    Raises:
+        ArgumentError: there is none; names the nearest.
+    """
+    known = verbs()
+    if name not in known:
+        msg = f"unknown verb {name!r}{did_you_mean(name, known)}; verbs are: {', '.join(known)} (%omni help)"
+        raise ArgumentError(msg)
+    return known[name]
+
+
+def parser_for(found: Verb) -> VerbParser:
+    """A fresh parser with the verb's arguments."""
+    parser = VerbParser(found.name, documentation(found))
+    found.prepare_parser(parser)
+    return parser
+
+
+def documentation(found: Verb) -> str:
+    """The verb's whole help text."""
+    return inspect.getdoc(type(found)) or ""
+
+
+def summary(found: Verb) -> str:
+    """The first line of the verb's help text."""
+    return documentation(found).partition("\n")[0]
+
+
+def takes_cell(found: Verb) -> bool:
+    """Whether `%%omni VERB` with a cell makes sense."""
+    return bool(getattr(found, "takes_cell", False))
+
+
+def execute(session: Session, line: str, cell: str | None = None) -> object:
+    """Carry out one line, `VERB [arguments]`; an empty line is `status`.
+
+    Raises:
+        ArgumentError: the line can not be read.
+        OmniError: what the verb raises. `session.last_traceback` has the details.
+    """
+    try:
+        name, _, rest = line.strip().partition(" ")
+        found = find(_default_verb(name, cell))
+        tokens = split_line(rest, getattr(found, "quotes", "\"'"))
+        if any(token in {"-h", "--help"} for token in tokens):
+            session.frontend.write(parser_for(found).format_help())
+            return None
+        args = parser_for(found).read(tokens)
+        args.cell = _checked_cell(found, cell)
+        return found.run(session, args)
+    except Exception as error:
+        session.note_error(error)
+        raise
+
+
+def _default_verb(name: str, cell: str | None) -> str:
+    if not name and cell is not None:
+        msg = "%%omni needs a verb before the cell's text, for example %%omni generate; nothing was changed"
+        raise ArgumentError(msg)
+    return name or DEFAULT
+
+
+def _checked_cell(found: Verb, cell: str | None) -> str | None:
+    if cell is not None and not takes_cell(found):
+        takers = ", ".join(name for name, other in verbs().items() if takes_cell(other))
+        msg = (
+            f"omni {found.name} takes no cell: write %omni {found.name} with one % (a cell goes to: {takers}); "
+            "nothing was changed"
+        )
+        raise ArgumentError(msg)
+    return cell

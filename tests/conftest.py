@@ -5,7 +5,9 @@ Under OMNI_TEST_ALL=1 a skip is a failure, but for tests marked `gpu`: a machine
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -13,12 +15,12 @@ import pytest
 TEST_ALL = os.environ.get("OMNI_TEST_ALL") == "1"
 
 
-def pytest_configure(config):
+def pytest_configure():
     """Keep IPython, Jupyter and matplotlib out of the person's own files; set before a test imports them."""
-    home = tempfile.TemporaryDirectory(prefix="omni-tests-")
-    config.add_cleanup(home.cleanup)
+    home = tempfile.mkdtemp(prefix="omni-tests-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)  # first in, last out: IPython still writes its history
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
-        os.environ[name] = f"{home.name}/{name.lower()}"
+        os.environ[name] = f"{home}/{name.lower()}"
     os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
     os.environ["MPLBACKEND"] = "agg"
 

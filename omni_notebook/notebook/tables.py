@@ -73,8 +73,9 @@ class Table:
 
 def ack_table(acks: Sequence[OmniACK]) -> Table:
     """A row a rank; a process that several ranks share is explained below and counted once."""
+    shared = {place for process in charts.processes(acks) if len(process.ranks) > 1 for place in process.ranks}
     rows = tuple(
-        Row(_ack_cells(ack), charts.Bar(units.place(ack), (charts.main_segment(ack),)), ack.ok) for ack in acks
+        Row(_ack_cells(ack, shared), charts.Bar(units.place(ack), (charts.main_segment(ack),)), ack.ok) for ack in acks
     )
     return Table(_ack_title(acks), ACK_COLUMNS, rows, tuple(_shared_notes(acks)))
 
@@ -105,7 +106,7 @@ def _shared_notes(acks: Sequence[OmniACK]) -> list[str]:
     ]
 
 
-def _ack_cells(ack: OmniACK) -> tuple[str, ...]:
+def _ack_cells(ack: OmniACK, shared: set[str]) -> tuple[str, ...]:
     facts = ack.metadata
     return (
         str(ack.stage_id),
@@ -116,7 +117,7 @@ def _ack_cells(ack: OmniACK) -> tuple[str, ...]:
         _ack_moved(ack),
         "",
         f"{units.size(facts.get('expected_bytes'))} / {units.size(facts.get('observed_bytes'))}",
-        units.size(facts.get("residual_bytes")),
+        units.size(facts.get("residual_bytes")) + ("*" if units.place(ack) in shared else ""),
         units.size(facts.get("host_backup_bytes")),
         units.milliseconds(facts.get("latency_ms")),
         _ack_note(ack),

@@ -1,0 +1,42 @@
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from omni_notebook.verbs.session import session
+
+
+@pytest.fixture(scope="session")
+def _shell():
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell = InteractiveShell.instance(config=config)
+    yield shell
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def shell(_shell):
+    """A real shell with the extension loaded; whatever engine a test starts is stopped after it."""
+    _shell.reset(new_session=False)
+    _shell.extension_manager.load_extension("omni_notebook")
+    yield _shell
+    running = session().running
+    if running is not None:
+        running.shutdown()
+    session().use(None)
+    session().acks = []
+    session().last_traceback = None
+    _shell.extension_manager.unload_extension("omni_notebook")
+
+
+@pytest.fixture
+def cell(shell, capsys):
+    """Run a cell; its result and what it printed."""
+
+    def run(code):
+        result = shell.run_cell(code)
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        return result, shown.out
+
+    return run

@@ -1,0 +1,112 @@
+import argparse
+
+import pytest
+
+from omni_notebook.errors import ArgumentError, EngineClosedError
+from omni_notebook.verbs import registry
+from omni_notebook.verbs.session import Session
+
+
+@pytest.fixture
+def session():
+    return Session()
+
+
+def test_the_verbs_of_this_release_are_there():
+    names = set(registry.verbs())
+    wanted = {"start", "status", "generate", "sleep", "wake", "pause", "resume", "stop", "restart", "abort", "help"}
+    assert wanted <= names
+
+
+def test_an_empty_line_is_the_status(session, capsys):
+    assert registry.execute(session, "  ") is None
+    assert "%omni start" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_is_refused_with_the_nearest(session):
+    with pytest.raises(ArgumentError, match=r"unknown verb 'slep' \(did you mean 'sleep'\?\)"):
+        registry.execute(session, "slep 0")
+
+
+@pytest.mark.parametrize("line", ["sleep 0", "wake", "pause", "resume", "restart 0", "abort r", "generate a star"])
+def test_without_an_engine_a_verb_names_start(session, line):
+    with pytest.raises(EngineClosedError, match="no engine is running; %omni start"):
+        registry.execute(session, line)
+
+
+def test_stopping_nothing_is_no_mistake(session, capsys):
+    assert registry.execute(session, "stop") is None
+    assert "no engine is running" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("line", "cell"), [("generate", "  \n"), ("generate", None), ("generate --seed 3", "\n")])
+def test_an_empty_prompt_is_refused(session, line, cell):
+    with pytest.raises(ArgumentError, match="the prompt is empty"):
+        registry.execute(session, line, cell)
+
+
+def test_a_prompt_in_line_and_cell_is_refused(session):
+    with pytest.raises(ArgumentError, match="give one"):
+        registry.execute(session, "generate a star", "a circle")
+
+
+def test_a_verb_without_a_cell_says_so(session):
+    with pytest.raises(ArgumentError, match="sleep takes no cell"):
+        registry.execute(session, "sleep 0", "x = 1")
+
+
+def test_a_cell_without_a_verb_is_refused(session):
+    with pytest.raises(ArgumentError, match="needs a verb"):
+        registry.execute(session, "", "x = 1")
+
+
+@pytest.mark.parametrize("line", ["help sleep", "sleep --help", "sleep 0 -h", "sleep -h --nonsense"])
+def test_help_shows_the_docstring_and_every_option(session, line, capsys):
+    registry.execute(session, line)
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    for word in ("their device memory goes back", "--level", "--mode", "--discard", "--timeout", "--out"):
+        assert word in shown.out
+
+
+def test_help_lists_every_verb(session, capsys):
+    registry.execute(session, "help")
+    shown = capsys.readouterr().out
+    for name, found in registry.verbs().items():
+        assert f"%omni {name}" in shown
+        assert registry.summary(found) in shown
+
+
+def test_help_of_an_unknown_verb_is_refused(session):
+    with pytest.raises(ArgumentError, match="did you mean 'wake'"):
+        registry.execute(session, "help wakee")
+
+
+def test_traceback_shows_the_last_error_in_full(session, capsys):
+    registry.execute(session, "traceback")
+    assert "no verb has failed" in capsys.readouterr().out
+    with pytest.raises(ArgumentError):
+        registry.execute(session, "sleep --level 3")
+    registry.execute(session, "traceback")
+    shown = capsys.readouterr().out
+    assert "Traceback (most recent call last)" in shown
+    assert "--level" in shown
+
+
+def test_a_new_verb_is_one_class(session, monkeypatch):
+    monkeypatch.setattr(registry, "_VERBS", dict(registry.verbs()))
+
+    @registry.verb
+    class Borrow:
+        """Run the cell while stages sleep."""
+
+        name = "borrow"
+        takes_cell = True
+
+        def prepare_parser(self, parser):
+            parser.add_argument("word", help="a word")
+
+        def run(self, session, args: argparse.Namespace):
+            return args.word, args.cell
+
+    assert registry.execute(session, "borrow x", "train()") == ("x", "train()")

@@ -1,0 +1,1 @@
+"""Decoder, diffusion transformer, their loaders and the demo weights. Importing this package imports no torch."""

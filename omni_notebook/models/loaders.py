@@ -1,0 +1,176 @@
+"""Reads model folders: config.json and safetensors files, lazily, into memory that exists already."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from omni_notebook.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    Slices = Mapping[str, tuple[slice, ...]]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Return a model folder's config.json; raise ConfigError when folder or file is missing or is no JSON object."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such model folder")
+    return _read_object(path / "config.json")
+
+
+def checkpoint_files(folder: str | Path) -> list[Path]:
+    """Return the safetensors files of a model folder, the index's shards in order; raise ConfigError if one is missing."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such model folder")
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE]
+    if not (path / INDEX_FILE).is_file():
+        raise ConfigError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    table = _read_object(path / INDEX_FILE).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        raise ConfigError(f"{path / INDEX_FILE}: weight_map is missing or is no table of file names")
+    names = sorted(set(table.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ConfigError(f"{path / INDEX_FILE}: {name!r} lies outside the model folder")
+        if not (path / name).is_file():
+            raise ConfigError(f"{path / name}: no such file, but {INDEX_FILE} names it")
+    return [path / name for name in names]
+
+
+def read_metadata(folder: str | Path) -> dict[str, str]:
+    """Return the metadata of the folder's first safetensors file."""
+    with ExitStack() as stack:
+        return dict(_open(stack, checkpoint_files(folder)[0]).metadata() or {})
+
+
+def iter_tensors(
+    folder: str | Path,
+    names: Collection[str] | None = None,
+    slices: Slices | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the checkpoint's tensors one by one, mapped from the file, on the CPU.
+
+    names: only these (a missing one raises ConfigError when the files are through). slices: for some names the part to
+    read, one slice a dimension, so that a tensor-parallel rank reads its own share only.
+    """
+    wanted = None if names is None else set(names)
+    for file in checkpoint_files(folder):
+        with ExitStack() as stack:
+            handle = _open(stack, file)
+            for name in handle.keys():  # noqa: SIM118
+                if wanted is None or name in wanted:
+                    yield name, _read(handle, file, name, (slices or {}).get(name))
+                    if wanted is not None:
+                        wanted.discard(name)
+    if wanted:
+        raise ConfigError(f"{folder}: the checkpoint lacks {_some(wanted)}")
+
+
+def check_fits(module: nn.Module, folder: str | Path, slices: Slices | None = None) -> None:
+    """Raise ConfigError unless the checkpoint has every tensor of the module, in its shape; reads headers alone.
+
+    A module may name tensors to pass over by a method `checkpoint_ignores(name) -> bool`.
+    """
+    targets = module.state_dict(keep_vars=True)
+    shapes = checkpoint_shapes(folder, slices)
+    ignores = getattr(module, "checkpoint_ignores", lambda _name: False)
+    if missing := targets.keys() - shapes.keys():
+        msg = f"{folder}: the checkpoint lacks {_some(missing)}"
+        raise ConfigError(msg)
+    if extra := {name for name in shapes.keys() - targets.keys() if not ignores(name)}:
+        msg = f"{folder}: the model has no place for {_some(extra)}"
+        raise ConfigError(msg)
+    for name, target in targets.items():
+        file, shape = shapes[name]
+        if shape != tuple(target.shape):
+            msg = f"{file}: {name} has shape {shape}, the model needs {tuple(target.shape)}"
+            raise ConfigError(msg)
+
+
+def load_into(module: nn.Module, folder: str | Path, slices: Slices | None = None) -> None:
+    """Copy a checkpoint into the module's existing parameters and buffers, converting types; addresses stay.
+
+    Names, shapes and file sizes are checked before anything is written: ConfigError then means an untouched module.
+    """
+    check_fits(module, folder, slices)
+    targets = module.state_dict(keep_vars=True)
+    for name, target in targets.items():
+        if target.is_meta:
+            msg = f"{name} has no memory yet; give the module storage before loading into it"
+            raise ConfigError(msg)
+    with torch.no_grad():
+        for name, tensor in iter_tensors(folder, targets.keys(), slices):
+            targets[name].copy_(tensor)
+
+
+def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Return for each tensor its file and shape (of its slice where one is named), from the headers alone."""
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in checkpoint_files(folder):
+        with ExitStack() as stack:
+            handle = _open(stack, file)
+            for name in handle.keys():  # noqa: SIM118
+                if name in found:
+                    raise ConfigError(f"{file}: {name} is also in {found[name][0].name}")
+                whole = tuple(handle.get_slice(name).get_shape())
+                found[name] = (file, _sliced_shape(file, name, whole, (slices or {}).get(name)))
+    return found
+
+
+def _sliced_shape(file: Path, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None) -> tuple[int, ...]:
+    if part is None:
+        return shape
+    if len(part) > len(shape):
+        raise ConfigError(f"{file}: {name} has {len(shape)} dimensions, a slice of {len(part)} was asked for")
+    cut = [len(range(*piece.indices(size))) for piece, size in zip(part, shape, strict=False)]
+    return (*cut, *shape[len(cut) :])
+
+
+def _open(stack: ExitStack, file: Path) -> Any:  # noqa: ANN401
+    """Open a safetensors file; its own checks find a truncated body or a bad header."""
+    try:
+        return stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"{file}: not a whole safetensors file: {error}") from error
+
+
+def _read(handle: Any, file: Path, name: str, part: tuple[slice, ...] | None) -> Tensor:  # noqa: ANN401
+    try:
+        tensor: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{file}: {name} cannot be read: {error}") from error
+    return tensor
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: holds no JSON object")
+    return data
+
+
+def _some(names: Collection[str]) -> str:
+    """Name up to three tensors, and how many more."""
+    listed = sorted(names)
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""  # noqa: PLR2004
+    return ", ".join(listed[:3]) + more

@@ -74,6 +74,14 @@ class RequestState(StrEnum):
 # ---------------------------------------------------------------------------------------------- ACK
 
 
+class RankId(msgspec.Struct, frozen=True, order=True):
+    """Which worker: its stage, its replica in the stage, its rank in the replica's tensor-parallel group."""
+
+    stage_id: int
+    replica: int
+    rank: int
+
+
 class TagBytes(msgspec.Struct, frozen=True):
     """One tag's part of a sleep: bytes that left the device and where a copy of them is."""
 
@@ -184,12 +192,14 @@ class SleepTask(msgspec.Struct, frozen=True, kw_only=True):
     """An order to sleep, as every rank gets it.
 
     `tags` None means every tag. `discard` False refuses (in prepare) a level 2 that no path could undo.
+    `quiesce_ms` is what bringing the scheduler to rest took before the order went out.
     """
 
     task_id: str
     level: int
     tags: tuple[str, ...] | None = None
     discard: bool = True
+    quiesce_ms: float = 0.0
 
 
 class WakeTask(msgspec.Struct, frozen=True, kw_only=True):

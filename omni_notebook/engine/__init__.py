@@ -1,0 +1,1 @@
+"""The engine: all stages of one pipeline, their gates, orders and events."""

@@ -1,0 +1,107 @@
+"""Checks of what callers pass; each raises before anything changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.errors import ArgumentError
+from omni_notebook.protocol import MemoryState, PauseMode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.stages.stage import Stage
+
+LEVELS = (1, 2)
+
+
+def in_words(state: MemoryState, level: int | None) -> str:
+    """`ASLEEP(2)`, `AWAKE`."""
+    return f"{state}({level})" if state == MemoryState.ASLEEP and level else str(state)
+
+
+def pick_stages(stages: Sequence[Stage], stage_ids: Sequence[int] | int | None) -> list[Stage]:
+    """The named stages, each once, in order; None = all.
+
+    Raises:
+        ArgumentError: an empty list or an unknown id.
+    """
+    if stage_ids is None:
+        return list(stages)
+    ids = [stage_ids] if isinstance(stage_ids, int) else list(stage_ids)
+    if not ids:
+        msg = "stage_ids is empty; name stages, or give None for all of them. Nothing changed"
+        raise ArgumentError(msg)
+    for stage_id in ids:
+        pick_stage(stages, stage_id)
+    return [stage for stage in stages if stage.stage_id in ids]
+
+
+def pick_stage(stages: Sequence[Stage], stage_id: Any) -> Stage:
+    """The stage with this id.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if isinstance(stage_id, bool) or not isinstance(stage_id, int) or not 0 <= stage_id < len(stages):
+        known = ", ".join(f"{s.stage_id} ({s.config.title})" for s in stages)
+        msg = f"there is no stage {stage_id!r}; this engine has {known}. Nothing changed"
+        raise ArgumentError(msg)
+    return stages[stage_id]
+
+
+def check_level(level: Any) -> int:
+    """1 or 2.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    if isinstance(level, bool) or level not in LEVELS:
+        msg = f"level={level!r}: there are levels 1 (weights kept on the host) and 2 (discarded). Nothing changed"
+        raise ArgumentError(msg)
+    return int(level)
+
+
+def check_mode(mode: Any) -> PauseMode:
+    """A pause mode.
+
+    Raises:
+        ArgumentError: not "abort", "wait" or "keep".
+    """
+    try:
+        return PauseMode(mode)
+    except ValueError:
+        msg = f"mode={mode!r}: known are {', '.join(repr(str(m)) for m in PauseMode)}. Nothing changed"
+        raise ArgumentError(msg) from None
+
+
+def check_tags(tags: Sequence[str] | str | None, stages: Sequence[Stage]) -> tuple[str, ...] | None:
+    """Tags that at least one of the stages has; None = all.
+
+    Raises:
+        ArgumentError: an empty list or an unknown tag.
+    """
+    if tags is None:
+        return None
+    given = (tags,) if isinstance(tags, str) else tuple(tags)
+    known = sorted({tag for stage in stages for tag in stage.tags})
+    wrong = next((tag for tag in given if tag not in known), None)
+    if not given or wrong is not None:
+        what = "tags is empty" if not given else f"there is no tag {wrong!r}"
+        msg = f"{what}; these stages have {', '.join(known)}. Nothing changed"
+        raise ArgumentError(msg)
+    return given
+
+
+def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
+    """Seconds, or None for the default.
+
+    Raises:
+        ArgumentError: not a number of seconds ≥ 0.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        msg = f"{name}={timeout!r} is not a number of seconds; nothing changed"
+        raise ArgumentError(msg)
+    return float(timeout)

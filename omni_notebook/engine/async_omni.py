@@ -1,0 +1,410 @@
+"""`AsyncOmni`: the embedded engine. The specification's "Methods" table, and what a notebook needs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from omni_notebook.config import PipelineConfig, load_pipeline
+from omni_notebook.engine import arguments
+from omni_notebook.engine.core import Core
+from omni_notebook.engine.flow import NEVER_S
+from omni_notebook.engine.loop import EngineLoop
+from omni_notebook.errors import UnsupportedError
+from omni_notebook.protocol import MemoryState, SleepTask, WakeTask, new_task_id
+from omni_notebook.stages.waiting import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    from omni_notebook.engine.events import Subscription
+    from omni_notebook.protocol import EngineStatus, OmniACK, OmniRequestOutput, OmniSamplingParams
+
+T = TypeVar("T")
+SHUTDOWN_S = 10.0
+
+
+class AsyncOmni:
+    """All stages of one pipeline, in this process.
+
+    Every coroutine may be awaited from any event loop and thread; `status`, `subscribe` and `shutdown` are plain
+    calls. Constructing is synchronous, and legal inside a running loop.
+
+    Args:
+        model: "demo", a pipeline YAML file, or a model folder.
+        enable_sleep_mode: False refuses `sleep`.
+        pipeline: a ready config instead of `model`.
+        progress: called with (what, fraction 0 … 1) while starting, from the engine's thread.
+        default_timeout: seconds that an order may take.
+        stage_overrides: `{stage_id: {StageConfig field: value}}`.
+        **overrides: `StageConfig` fields for every stage.
+
+    Raises:
+        ConfigError: unknown model, option or a bad checkpoint; nothing is left.
+        UnsupportedError: not in this release or on this platform.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "demo",
+        enable_sleep_mode: bool = True,
+        *,
+        pipeline: PipelineConfig | None = None,
+        progress: Callable[[str, float], None] | None = None,
+        default_timeout: float | None = None,
+        stage_overrides: dict[int, dict[str, Any]] | None = None,
+        **overrides: Any,
+    ) -> None:
+        if default_timeout is not None:
+            overrides["default_timeout"] = default_timeout
+        chosen = pipeline if pipeline is not None else str(model)
+        config = load_pipeline(chosen, overrides=overrides, stage_overrides=stage_overrides)
+        self.enable_sleep_mode = enable_sleep_mode
+        self._loop = EngineLoop("omni-engine")
+        self._core = Core(config)
+        self._finalizer = weakref.finalize(self, _shut_down, self._core, self._loop)
+        try:
+            self._loop.submit(self._core.start(progress or _silent)).result()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # ------------------------------------------------------------------------- sleep and wake
+
+    async def sleep(
+        self,
+        stage_ids: Sequence[int] | int | None = None,
+        level: int = 1,
+        mode: str | None = None,
+        timeout: float | None = None,
+        *,
+        discard: bool = True,
+        raise_on_error: bool = True,
+    ) -> list[OmniACK]:
+        """Put stages to sleep; one measured ACK a rank, all with one task_id.
+
+        Args:
+            stage_ids: None = all stages.
+            level: 1 keeps the weights on the host and can lose nothing; 2 discards them and reloads at wake.
+            mode: quiesce first: "keep", "wait" or "abort"; None refuses a busy stage.
+            timeout: seconds for locks, quiescing and the transition.
+            discard: False refuses a level 2 of weights that no path reproduces.
+            raise_on_error: False returns ERROR ACKs instead of raising.
+
+        Raises:
+            ArgumentError: unknown stage, level or mode.
+            StageBusyError, PauseError, AsleepError, NeedsWeightsError, StageFailedError: refused, nothing changed.
+            SleepError: a rank answered ERROR; `.acks` has all answers.
+            DeadlineError: another order held a stage for the whole timeout; nothing changed.
+        """
+
+        async def run() -> list[OmniACK]:
+            stages = arguments.pick_stages(self._core.stages, stage_ids)
+            task = SleepTask(task_id=new_task_id(), level=arguments.check_level(level), discard=discard)
+            checked = None if mode is None else arguments.check_mode(mode)
+            if not self.enable_sleep_mode:
+                msg = "sleep is off: the engine was started with enable_sleep_mode=False; start it with True"
+                raise UnsupportedError(msg)
+            deadline = self._core.deadline(timeout, stages)
+            return await self._core.orders.sleep(stages, task, checked, deadline, strict=raise_on_error)
+
+        return await self._run(run)
+
+    async def wake_up(
+        self,
+        stage_ids: Sequence[int] | int | None = None,
+        tags: Sequence[str] | str | None = None,
+        reload: bool = True,
+        timeout: float | None = None,
+        *,
+        raise_on_error: bool = True,
+    ) -> list[OmniACK]:
+        """Wake stages, or some of their tags; one measured ACK a rank.
+
+        Args:
+            stage_ids: None = all stages.
+            tags: None = all tags; else for example ["weights"] (→ PARTLY_AWAKE).
+            reload: False maps a level-2 sleeper without loading (→ NEEDS_WEIGHTS, then `load_weights`).
+            timeout: seconds for the lock and the transition.
+            raise_on_error: False returns ERROR ACKs instead of raising.
+
+        Raises:
+            ArgumentError: unknown stage or tag.
+            StageFailedError: refused, nothing changed.
+            WakeError: a rank answered ERROR; memory is as before, a later wake works.
+            DeadlineError: another order held a stage for the whole timeout; nothing changed.
+        """
+
+        async def run() -> list[OmniACK]:
+            stages = arguments.pick_stages(self._core.stages, stage_ids)
+            checked = arguments.check_tags(tags, stages)
+            task = WakeTask(task_id=new_task_id(), tags=checked, reload=reload)
+            deadline = self._core.deadline(timeout, stages)
+            return await self._core.orders.wake(stages, task, deadline, strict=raise_on_error)
+
+        return await self._run(run)
+
+    async def is_sleeping(self, stage_ids: Sequence[int] | int | None = None) -> bool:
+        """Whether any of the stages (None = all) is not AWAKE.
+
+        Raises:
+            ArgumentError: unknown stage.
+        """
+
+        async def run() -> bool:
+            stages = arguments.pick_stages(self._core.stages, stage_ids)
+            return any(stage.state != MemoryState.AWAKE for stage in stages)
+
+        return await self._run(run)
+
+    # ---------------------------------------------------------------------- pause and resume
+
+    async def pause_generation(
+        self,
+        mode: str = "abort",
+        stage_ids: Sequence[int] | int | None = None,
+        wait_for_inflight_requests: bool = False,
+        clear_cache: bool = True,  # noqa: ARG002  (no cache of ours outlives a request)
+        timeout: float | None = None,
+    ) -> None:
+        """Close admission; bring AR schedulers, and with "keep" diffusion schedulers, to rest.
+
+        Args:
+            mode: "abort" ends AR requests, "wait" lets them end, "keep" freezes them; on a diffusion stage "keep"
+                lets the running batch end and holds the queue, the others only close admission.
+            stage_ids: None = all stages.
+            wait_for_inflight_requests: the same as mode="wait".
+            clear_cache: accepted for compatibility; our runners keep no cache beyond a request.
+            timeout: seconds.
+
+        Raises:
+            ArgumentError: unknown stage or mode.
+            DeadlineError, PauseError: the pause did not complete (PAUSE_FAILED); retry it or resume.
+            NotImplementedError: "keep" on a step-level stage; nothing changed.
+        """
+        await self._run(lambda: self._core.pause(mode, stage_ids, timeout, wait=wait_for_inflight_requests))
+
+    async def resume_generation(self, stage_ids: Sequence[int] | int | None = None) -> None:
+        """Open paused schedulers; admission opens once no paused stage is left.
+
+        Raises:
+            ArgumentError: unknown stage.
+        """
+
+        async def run() -> None:
+            self._core.resume(stage_ids)
+
+        await self._run(run)
+
+    async def is_paused(self) -> bool:
+        """Whether admission is closed by a pause."""
+
+        async def run() -> bool:
+            return self._core.gates.paused
+
+        return await self._run(run)
+
+    # ------------------------------------------------------------------------------- requests
+
+    async def generate(
+        self,
+        prompt: str | dict[str, Any],
+        request_id: str | None = None,
+        sampling_params: OmniSamplingParams | dict[str, Any] | None = None,
+        *,
+        output_modalities: Sequence[str] | str | None = None,
+        admission_timeout: float = 60.0,
+        timeout: float | None = None,
+    ) -> AsyncIterator[OmniRequestOutput]:
+        """Outputs as they come: text so far, the final text, then images.
+
+        Args:
+            prompt: a string or `{"prompt_token_ids": [...]}`.
+            request_id: None makes one.
+            sampling_params: a dict of `OmniSamplingParams` fields, or the class.
+            output_modalities: `["text"]` ends with the AR stage and needs no later one awake.
+            admission_timeout: seconds to wait at closed gates; 0 refuses at once.
+            timeout: seconds for the whole request; None = no bound once it is admitted.
+
+        Raises:
+            ArgumentError: prompt, id or a parameter does not fit; nothing was started.
+            PausedError, AsleepError, NeedsWeightsError, StageFailedError: a gate is closed; names the call that helps.
+            DeadlineError: `timeout` passed; the request was aborted.
+        """
+        flow = await self._run(
+            lambda: self._core.admit(prompt, request_id, sampling_params, output_modalities, admission_timeout)
+        )
+        deadline = Deadline(NEVER_S if timeout is None else timeout)
+        done = False
+        try:
+            while not done:
+                output = await self._run(lambda: flow.next(deadline))
+                done = output.finished
+                yield output
+        finally:
+            if not flow.ended:
+                self._abort_soon(flow.request_id)
+
+    def _abort_soon(self, request_id: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
+            self._loop.loop.call_soon_threadsafe(self._core.abort, request_id)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request with a terminal output (state "aborted"); whether it was in progress."""
+
+        async def run() -> bool:
+            return self._core.abort(request_id)
+
+        return await self._run(run)
+
+    # -------------------------------------------------------------------------------- weights
+
+    async def load_weights(
+        self, stage_id: int, source: Any, version: str | None = None, timeout: float | None = None
+    ) -> None:
+        """Load a checkpoint folder into a stage, in place; its version is `version`, else the checksum's start.
+
+        Raises:
+            ArgumentError: unknown stage.
+            ConfigError: the checkpoint does not fit; the old weights are untouched.
+            StageBusyError, PauseError, AsleepError, StageFailedError: refused, nothing changed.
+            UnsupportedError: `source` is an iterator of tensors (not in this release).
+        """
+
+        async def run() -> None:
+            self._core.check_open()
+            stage = arguments.pick_stage(self._core.stages, stage_id)
+            if not isinstance(source, str | os.PathLike):
+                msg = "load_weights takes a checkpoint folder in this release, not an iterator; nothing changed"
+                raise UnsupportedError(msg)
+            deadline = self._core.deadline(timeout, [stage])
+            await self._core.orders.load_weights(stage, str(source), version, deadline)
+
+        await self._run(run)
+
+    async def restart(self, stage_id: int, timeout: float | None = None) -> None:
+        """End a stage's ranks and start new ones from its last checkpoint; its requests run again.
+
+        Raises:
+            ArgumentError: unknown stage.
+            DeadlineError: its running batch did not end in time.
+            ConfigError: the checkpoint does not load; the stage is FAILED.
+        """
+
+        async def run() -> None:
+            self._core.check_open()
+            stage = arguments.pick_stage(self._core.stages, stage_id)
+            await self._core.orders.restart(stage, self._core.deadline(timeout, [stage]))
+
+        await self._run(run)
+
+    async def add_lora(self, request: Any) -> None:
+        """Not in this release.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        msg = "add_lora"
+        raise _no_lora(msg, request)
+
+    async def remove_lora(self, lora_id: int) -> None:
+        """Not in this release.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        msg = "remove_lora"
+        raise _no_lora(msg, lora_id)
+
+    async def pin_lora(self, lora_id: int) -> None:
+        """Not in this release.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        msg = "pin_lora"
+        raise _no_lora(msg, lora_id)
+
+    async def list_loras(self) -> list[int]:
+        """The ids of loaded adapters: none, since none can be added in this release."""
+        return []
+
+    # ------------------------------------------------------------------------- plain calls
+
+    async def check_health(self) -> None:
+        """Return if every stage can work.
+
+        Raises:
+            StageFailedError, WorkerDiedError: names the stage and the restart.
+            EngineClosedError: the engine was shut down.
+        """
+
+        async def run() -> None:
+            self._core.check_health()
+
+        await self._run(run)
+
+    def status(self) -> EngineStatus:
+        """A snapshot, memory measured now; never waits for a worker, never changes state."""
+        return self._core.status()
+
+    def subscribe(self) -> Subscription:
+        """An async iterator of events from now on: ACKs, state changes, memory samples, request progress."""
+        return self._core.hub.subscribe()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run one of this engine's coroutines from a plain thread; cancelling the future cancels the call.
+
+        Raises:
+            EngineClosedError: the engine was shut down.
+        """
+        return self._loop.submit(coroutine)
+
+    def shutdown(self) -> None:
+        """End every request and stage and give all memory back; idempotent."""
+        self._finalizer()
+
+    async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if self._loop.here:
+            return await make()
+        return await asyncio.wrap_future(self._loop.submit(make()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _silent(what: str, fraction: float) -> None:
+    """Progress that nobody asked for."""
+
+
+def _no_lora(call: str, what: Any) -> UnsupportedError:
+    return UnsupportedError(f"{call}({what!r}): LoRA adapters are not in this release; nothing changed")
+
+
+def _shut_down(core: Core, loop: EngineLoop) -> None:
+    """End an engine; also when it is dropped or the interpreter exits. Never blocks the engine's own thread."""
+    if loop.here:
+        threading.Thread(target=_shut_down, args=(core, loop), name="omni-shutdown", daemon=True).start()
+        return
+    with contextlib.suppress(TimeoutError):
+        loop.submit(core.shutdown()).result(SHUTDOWN_S)
+    loop.stop(SHUTDOWN_S)

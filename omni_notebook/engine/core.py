@@ -1,0 +1,233 @@
+"""The engine behind `AsyncOmni`: stages, gates, orders, requests. Everything here belongs to the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.engine import arguments, pausing
+from omni_notebook.engine.events import EventHub
+from omni_notebook.engine.flow import Flow
+from omni_notebook.engine.gates import Gates
+from omni_notebook.engine.orders import Orders
+from omni_notebook.errors import ArgumentError, EngineClosedError, StageFailedError, WorkerDiedError
+from omni_notebook.executors.uni import UniExecutor
+from omni_notebook.protocol import (
+    GIB,
+    EngineStatus,
+    MemoryState,
+    PauseState,
+    StateEvent,
+    sampling_params_from,
+)
+from omni_notebook.stages.stage import Stage
+from omni_notebook.stages.waiting import CancelToken, Deadline
+from omni_notebook.transport.connector import Connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_notebook.config import PipelineConfig
+
+ORDER_S = 120.0
+QUIESCE_S = 300.0
+SETTLE_S = 3.0
+
+
+class Core:
+    """One pipeline's stages and what may be done with them."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.config = config
+        self.hub = EventHub()
+        self.orders = Orders(self.hub)
+        self.stages: list[Stage] = []
+        self.gates = Gates(self.stages)
+        self.closed = False
+        self._flows: dict[str, Flow] = {}
+        self._started_s = time.monotonic()
+
+    # -------------------------------------------------------------------------------- lifetime
+
+    async def start(self, progress: Callable[[str, float], None]) -> None:
+        """Make and load all stages at the same time; if one fails, none is left.
+
+        Raises:
+            Exception: what the first stage that failed raised.
+        """
+        progress("reading models", 0.0)
+        for place, config in enumerate(self.config.stages):
+            self.stages.append(Stage(place, config, UniExecutor, self._on_change))
+        for place, stage in enumerate(self.stages):
+            stage.in_transit = lambda stage=stage: self._in_transit(stage)  # type: ignore[misc]
+            if place + 1 < len(self.stages):
+                stage.connector = self._connector_to(self.stages[place + 1])
+        ready = 0
+
+        async def start_one(stage: Stage) -> None:
+            nonlocal ready
+            await stage.start()
+            ready += 1
+            progress(f"stage {stage.stage_id} ({stage.config.title}) is ready", ready / len(self.stages))
+
+        results = await asyncio.gather(*(start_one(stage) for stage in self.stages), return_exceptions=True)
+        error = next((r for r in results if isinstance(r, BaseException)), None)
+        if error is not None:
+            await self.shutdown()
+            raise error
+
+    @staticmethod
+    def _connector_to(stage: Stage) -> Connector:
+        return Connector(is_open=lambda: stage.open, parked=lambda: stage.queued)
+
+    async def shutdown(self) -> None:
+        """End every request, every stage and every subscription; idempotent."""
+        if self.closed:
+            return
+        self.closed = self.gates.closed = True
+        self.gates.notify()
+        for request_id in list(self._flows):
+            self.abort(request_id)
+        await self.orders.settle(SETTLE_S)
+        await asyncio.gather(*(stage.stop() for stage in self.stages if stage.replicas))
+        self.hub.close()
+
+    def _on_change(self, stage: Stage, reason: str) -> None:
+        self.gates.notify()
+        for other in self.stages:  # a stage that opens may let the one before it go on
+            for replica in other.replicas:
+                replica.kick()
+        self.hub.push(StateEvent(time.time(), stage.stage_id, stage.state, stage.level, stage.pause_state, reason))
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError after `shutdown`."""
+        if self.closed:
+            msg = "the engine was shut down; start a new one"
+            raise EngineClosedError(msg)
+
+    # ---------------------------------------------------------------------------------- orders
+
+    def deadline(self, timeout: float | None, stages: Sequence[Stage]) -> Deadline:
+        """A call's own timeout, the engine's default, or 120 s + 1 s a GiB + 300 s to quiesce."""
+        given = arguments.check_timeout(timeout)
+        if given is None:
+            given = self.config.default_timeout
+        if given is None:
+            n_bytes = sum(span for stage in stages for span in stage.tags.values())
+            given = ORDER_S + n_bytes / GIB + QUIESCE_S
+        return Deadline(given)
+
+    async def pause(
+        self, mode: str, stage_ids: Sequence[int] | int | None, timeout: float | None, *, wait: bool
+    ) -> None:
+        """See `AsyncOmni.pause_generation`."""
+        self.check_open()
+        stages = arguments.pick_stages(self.stages, stage_ids)
+        checked = arguments.check_mode("wait" if wait else mode)
+        pausing.check_pausable(stages, checked)
+        deadline = self.deadline(timeout, stages)
+        token = CancelToken()
+        await self.orders.supervise(pausing.pause(stages, checked, deadline, token), token)
+
+    def resume(self, stage_ids: Sequence[int] | int | None) -> None:
+        """See `AsyncOmni.resume_generation`."""
+        self.check_open()
+        pausing.resume(arguments.pick_stages(self.stages, stage_ids))
+
+    def check_health(self) -> None:
+        """See `AsyncOmni.check_health`."""
+        self.check_open()
+        for stage in self.stages:
+            if stage.state == MemoryState.FAILED:
+                msg = f"stage {stage.stage_id} has FAILED: {stage.last_error}; call restart({stage.stage_id})"
+                raise StageFailedError(msg)
+            for replica in stage.replicas:
+                if replica.executor.ended:
+                    msg = f"stage {stage.stage_id} lost its worker; call restart({stage.stage_id})"
+                    raise WorkerDiedError(msg, stage_id=stage.stage_id, rank=0)
+
+    # -------------------------------------------------------------------------------- requests
+
+    async def admit(
+        self, prompt: Any, request_id: str | None, params: Any, modalities: Any, admission_timeout: float
+    ) -> Flow:
+        """Check a request, wait at the gates, and start it.
+
+        Raises:
+            ArgumentError: prompt, id or parameters do not fit; nothing was started.
+            PausedError, AsleepError, NeedsWeightsError, StageFailedError: a gate is closed; see `Gates.admit`.
+        """
+        self.check_open()
+        checked = sampling_params_from(params)
+        route = self._route(modalities)
+        for stage in route:
+            stage.model.check(checked)
+        payload = route[0].model.first(prompt, checked)
+        known_id = self._check_id(request_id)
+        wait_s = arguments.check_timeout(admission_timeout, "admission_timeout")
+        await self.gates.admit([stage.stage_id for stage in route], wait_s if wait_s is not None else 0.0)
+        self._check_id(known_id)
+        flow = Flow(
+            request_id=known_id,
+            route=route,
+            params=checked,
+            seed=checked.seed if checked.seed is not None else secrets.randbits(32),
+            on_event=self.hub.push,
+            on_end=self._forget,
+        )
+        self._flows[known_id] = flow
+        flow.begin(payload)
+        return flow
+
+    def _forget(self, flow: Flow) -> None:
+        self._flows.pop(flow.request_id, None)
+
+    def _check_id(self, request_id: Any) -> str:
+        if request_id is None:
+            return uuid.uuid4().hex[:12]
+        if not isinstance(request_id, str) or not request_id:
+            msg = f"request_id={request_id!r} is not a non-empty string; nothing was started"
+            raise ArgumentError(msg)
+        if request_id in self._flows:
+            msg = f"request_id {request_id!r} is already in progress; nothing was started"
+            raise ArgumentError(msg)
+        return request_id
+
+    def _route(self, modalities: Sequence[str] | str | None) -> list[Stage]:
+        """The stages that a request needs: up to the first that makes the wanted output."""
+        if modalities is None:
+            return list(self.stages)
+        wanted = [modalities] if isinstance(modalities, str) else list(modalities)
+        kinds = [stage.model.output_type for stage in self.stages]
+        wrong = next((m for m in wanted if m not in kinds), None)
+        if not wanted or wrong is not None:
+            msg = f"output_modalities={modalities!r}: this pipeline gives {', '.join(kinds)}. Nothing was started"
+            raise ArgumentError(msg)
+        return self.stages[: max(kinds.index(m) for m in wanted) + 1]
+
+    def abort(self, request_id: str) -> bool:
+        """End one request with a terminal output; whether it was in progress."""
+        flow = self._flows.get(request_id)
+        return flow is not None and flow.stage.abort(request_id)
+
+    def _in_transit(self, stage: Stage) -> int:
+        return sum(flow.heads_for(stage) for flow in list(self._flows.values()))
+
+    # ---------------------------------------------------------------------------------- status
+
+    def status(self) -> EngineStatus:
+        """See `AsyncOmni.status`; callable from any thread."""
+        stages = tuple(
+            stage.status(in_transit=self._in_transit(stage), waiting_at_gate=self.gates.waiting[stage.stage_id])
+            for stage in list(self.stages)
+        )
+        return EngineStatus(
+            model=self.config.name,
+            closed=self.closed,
+            paused=any(s.pause_state != PauseState.OPEN for s in stages),
+            uptime_s=time.monotonic() - self._started_s,
+            stages=stages,
+        )

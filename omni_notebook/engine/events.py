@@ -1,0 +1,126 @@
+"""Events to subscribers on any loop; a slow one loses its oldest samples, never an ACK or a state change."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Self
+
+from omni_notebook.protocol import AckEvent, Event, StateEvent
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+SAMPLES_KEPT = 1024
+
+
+class Subscription:
+    """An async iterator of events from the moment it was made until it or the engine is closed.
+
+    One consumer at a time, on any event loop.
+    """
+
+    def __init__(self, hub: EventHub) -> None:
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._facts: deque[tuple[int, Event]] = deque()
+        self._samples: deque[tuple[int, Event]] = deque(maxlen=SAMPLES_KEPT)
+        self._count = 0
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, event: Event) -> None:
+        """Take an event, from any thread."""
+        with self._lock:
+            queue = self._facts if isinstance(event, AckEvent | StateEvent) else self._samples
+            queue.append((self._count, event))
+            self._count += 1
+            waiter, self._waiter = self._waiter, None
+        _resolve(waiter)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        while True:
+            with self._lock:
+                event = self._pop()
+                if event is not None:
+                    return event
+                if self._closed:
+                    raise StopAsyncIteration
+                waiter = self._waiter = asyncio.get_running_loop().create_future()
+            await waiter
+
+    def _pop(self) -> Event | None:
+        queues = [queue for queue in (self._facts, self._samples) if queue]
+        if not queues:
+            return None
+        return min(queues, key=lambda queue: queue[0][0]).popleft()[1]
+
+    def close(self) -> None:
+        """End the iteration, after what is queued; idempotent, from any thread."""
+        self._hub.remove(self)
+        with self._lock:
+            self._closed = True
+            waiter, self._waiter = self._waiter, None
+        _resolve(waiter)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EventHub:
+    """Everyone who listens; forgets those that were dropped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        self._closed = False
+
+    def subscribe(self) -> Subscription:
+        """A new subscription; already at its end if the engine is closed."""
+        subscription = Subscription(self)
+        with self._lock:
+            closed = self._closed
+            self._subscriptions.add(subscription)
+        if closed:
+            subscription.close()
+        return subscription
+
+    def remove(self, subscription: Subscription) -> None:
+        """Forget one."""
+        with self._lock:
+            self._subscriptions.discard(subscription)
+
+    def push(self, event: Event) -> None:
+        """Tell everyone."""
+        for subscription in self._everyone():
+            subscription.push(event)
+
+    def close(self) -> None:
+        """End every subscription."""
+        with self._lock:
+            self._closed = True
+        for subscription in self._everyone():
+            subscription.close()
+
+    def _everyone(self) -> list[Subscription]:
+        with self._lock:
+            return list(self._subscriptions)
+
+
+def _resolve(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is None:
+        return
+    try:
+        waiter.get_loop().call_soon_threadsafe(lambda: None if waiter.done() else waiter.set_result(None))
+    except RuntimeError:  # the consumer's loop has ended
+        return

@@ -1,0 +1,168 @@
+"""One request's way through the stages of its route, and the queue that its client reads."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.errors import DeadlineError, OmniError
+from omni_notebook.protocol import (
+    CompletionOutput,
+    OmniRequestOutput,
+    OmniSamplingParams,
+    RequestEvent,
+    RequestState,
+)
+from omni_notebook.stages.requests import StageOutput, StageRequest
+from omni_notebook.stages.waiting import Deadline, Signal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_notebook.stages.stage import Stage
+
+TERMINAL = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED})
+NEVER_S = 10 * 365 * 24 * 3600.0
+
+
+class Flow:
+    """A request on its way; belongs to the engine's loop."""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        route: Sequence[Stage],
+        params: OmniSamplingParams,
+        seed: int,
+        on_event: Callable[[RequestEvent], None],
+        on_end: Callable[[Flow], None],
+    ) -> None:
+        self.request_id = request_id
+        self.route = tuple(route)
+        self.params = params
+        self.at = 0
+        self.ended = False
+        self._seed = seed
+        self._on_event = on_event
+        self._on_end = on_end
+        self._outputs: deque[OmniRequestOutput | BaseException] = deque()
+        self._changed = Signal()
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that it is in."""
+        return self.route[self.at]
+
+    def heads_for(self, stage: Stage) -> bool:
+        """Whether it will come to `stage` and is not there yet."""
+        return not self.ended and stage in self.route[self.at + 1 :]
+
+    def begin(self, payload: Any) -> None:
+        """Enter the stage that it is at."""
+        stage = self.stage
+        request = StageRequest(
+            request_id=self.request_id,
+            seed=self._seed,
+            params=self.params,
+            payload=payload,
+            deliver=self._take,
+            feeds_next=self.at + 1 < len(self.route),
+        )
+        self._tell(RequestState.WAITING)
+        stage.add(request)
+
+    def _take(self, output: StageOutput) -> None:
+        """A stage's output: pass it to the client, and a finished one on to the next stage."""
+        if self.ended:
+            return
+        stage = self.stage
+        last = self.at + 1 == len(self.route)
+        ends = output.final and (last or output.state != RequestState.FINISHED)
+        self._tell(output.state if ends or not output.final else RequestState.RUNNING)
+        if output.error is not None:
+            self._end(output.error)
+            return
+        self._publish(self._request_output(output, stage, ends=ends))
+        if ends:
+            self._end(None)
+        elif output.final:
+            self._move_on(output)
+
+    def _move_on(self, output: StageOutput) -> None:
+        self._left_upstream()
+        self.at += 1
+        try:
+            self.begin(self.stage.model.following(output, self.params))
+        except OmniError as error:
+            self._tell(RequestState.FAILED)
+            self._end(error)
+
+    def _left_upstream(self) -> None:
+        if self.stage.connector is not None:
+            self.stage.connector.arrived(self.request_id)
+
+    def _end(self, error: BaseException | None) -> None:
+        self.ended = True
+        self._left_upstream()
+        if error is not None:
+            self._outputs.append(error)
+        self._changed.notify()
+        for stage in self.route:
+            stage.changed.notify()
+        self._on_end(self)
+
+    def _publish(self, output: OmniRequestOutput) -> None:
+        """Queue an output; a newer partial text replaces one that nobody has read."""
+        tail = self._outputs[-1] if self._outputs else None
+        if isinstance(tail, OmniRequestOutput) and (tail.state, tail.stage_id) == (
+            RequestState.RUNNING,
+            output.stage_id,
+        ):
+            self._outputs.pop()
+        self._outputs.append(output)
+        self._changed.notify()
+
+    def _request_output(self, output: StageOutput, stage: Stage, *, ends: bool) -> OmniRequestOutput:
+        text = [CompletionOutput(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)]
+        return OmniRequestOutput(
+            request_id=self.request_id,
+            stage_id=stage.stage_id,
+            finished=ends,
+            final_output_type=self.route[-1].model.output_type,
+            state=str(output.state),
+            text=output.text,
+            outputs=text if stage.model.output_type == "text" else [],
+            images=[_picture(pixels) for pixels in output.pixels],
+            weight_version=output.weight_version,
+            metrics=output.metrics,
+        )
+
+    def _tell(self, state: RequestState) -> None:
+        self._on_event(RequestEvent(time.time(), self.request_id, self.stage.stage_id, state))
+
+    async def next(self, deadline: Deadline) -> OmniRequestOutput:
+        """The next output.
+
+        Raises:
+            DeadlineError: none came in time; the request goes on.
+            OmniError: the request failed.
+        """
+        if not await self._changed.until(lambda: bool(self._outputs), deadline):
+            stage = self.stage
+            msg = (
+                f"request {self.request_id} had not ended after {deadline.seconds:g} s; it is in stage "
+                f"{stage.stage_id} ({stage.state}, pause {stage.pause_state})"
+            )
+            raise DeadlineError(msg)
+        output = self._outputs.popleft()
+        if isinstance(output, BaseException):
+            raise output
+        return output
+
+
+def _picture(pixels: Any) -> Any:
+    from PIL import Image  # noqa: PLC0415  (loaded when the first image is made)
+
+    return Image.fromarray(pixels)

@@ -1,0 +1,99 @@
+"""The two gates in front of `generate`: the pause gate (global) and the sleep gate (a stage)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from omni_notebook.errors import AsleepError, EngineClosedError, OmniError, PausedError
+from omni_notebook.protocol import MemoryState, PauseState
+from omni_notebook.stages.state_table import Action, Order, decide, refusal
+from omni_notebook.stages.waiting import Deadline, Signal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.stages.stage import Stage
+
+_MOVING = frozenset({MemoryState.FALLING_ASLEEP, MemoryState.WAKING})
+
+
+class Gates:
+    """Admits requests; closed while a stage is paused, or while a stage on the request's route is not awake."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._changed = Signal()
+        self.waiting: Counter[int] = Counter()
+        self.closed = False
+
+    def notify(self) -> None:
+        """A stage's state changed."""
+        self._changed.notify()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the pause gate is closed."""
+        return any(stage.pause_state != PauseState.OPEN for stage in self._stages)
+
+    async def admit(self, route: Sequence[int], timeout_s: float) -> None:
+        """Return once both gates are open; no await lies between the look and the return.
+
+        Raises:
+            PausedError, AsleepError: still closed after `timeout_s` (0 = do not wait).
+            NeedsWeightsError, StageFailedError: waiting would not help.
+            EngineClosedError: the engine was shut down.
+        """
+        error = self._closed_by(route)
+        if error is None:
+            return
+        self._raise_if_final(error)
+        self.waiting.update(route)
+        try:
+            opened = await self._changed.until(lambda: self._settled(route), Deadline(timeout_s))
+        finally:
+            self.waiting.subtract(route)
+        error = self._closed_by(route)
+        if error is None:
+            return
+        self._raise_if_final(error)
+        if opened or timeout_s == 0:
+            raise error
+        error.args = (f"{error}. The request waited {timeout_s:g} s (admission_timeout)",)
+        raise error
+
+    def _settled(self, route: Sequence[int]) -> bool:
+        error = self._closed_by(route)
+        return error is None or not isinstance(error, PausedError | AsleepError)
+
+    @staticmethod
+    def _raise_if_final(error: OmniError) -> None:
+        if not isinstance(error, PausedError | AsleepError):
+            raise error
+
+    def _closed_by(self, route: Sequence[int]) -> OmniError | None:
+        """The error that names what closes the gates, or None; what is final comes before what may pass."""
+        if self.closed:
+            return EngineClosedError("the engine was shut down; start a new one")
+        errors = [e for e in (_stage_error(self._stages[i]) for i in route) if e is not None]
+        final = next((e for e in errors if not isinstance(e, AsleepError)), None)
+        return final or self._pause_error() or next(iter(errors), None)
+
+    def _pause_error(self) -> PausedError | None:
+        held = [stage for stage in self._stages if stage.pause_state != PauseState.OPEN]
+        if not held:
+            return None
+        names = ", ".join(f"stage {s.stage_id} {s.pause_state} ({s.pause_mode})" for s in held)
+        return PausedError(f"admission is closed by a pause: {names}; call resume_generation() to open it")
+
+
+def _stage_error(stage: Stage) -> OmniError | None:
+    if stage.state in _MOVING:
+        return AsleepError(f"stage {stage.stage_id} is {stage.state}; wait for it, or call wake_up([{stage.stage_id}])")
+    action = decide(Order.GENERATE, stage.state, stage.level)
+    if action == Action.RUN:
+        return None
+    if action == Action.REFUSE:
+        return refusal(Order.GENERATE, stage.stage_id, stage.state, stage.level)
+    level = f" at level {stage.level}" if stage.level else ""
+    return AsleepError(f"stage {stage.stage_id} is {stage.state}{level}; call wake_up([{stage.stage_id}]) to open it")

@@ -1,0 +1,59 @@
+"""The engine's own event loop, on its own daemon thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from omni_notebook.errors import EngineClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """Runs coroutines for any thread; cancelling the future of one cancels the coroutine (edge-triggered)."""
+
+    def __init__(self, name: str) -> None:
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._stop = asyncio.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+        self.loop = self._started.result()
+
+    def _main(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._started.set_result(asyncio.get_running_loop())
+        await self._stop.wait()
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller is on this loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on this loop.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+        """
+        if self._closed:
+            coroutine.close()
+            msg = "the engine was shut down; start a new one"
+            raise EngineClosedError(msg)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the loop and its thread; idempotent, not from the loop's own thread."""
+        if self._closed:
+            return
+        self._closed = True
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout_s)

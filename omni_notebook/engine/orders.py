@@ -1,0 +1,245 @@
+"""Sleep, wake, new weights and restart over several stages: checked for all before any moves, then all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from omni_notebook.engine.arguments import in_words
+from omni_notebook.errors import DeadlineError, PauseError, SleepError, StageBusyError, WakeError
+from omni_notebook.protocol import AckEvent, MemoryEvent, PauseMode, PauseState, SleepTask, WakeTask
+from omni_notebook.stages import transitions, weights
+from omni_notebook.stages.state_table import Action, Order, decide, refusal
+from omni_notebook.stages.transitions import Context
+from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+
+    from omni_notebook.engine.events import EventHub
+    from omni_notebook.protocol import OmniACK
+    from omni_notebook.stages.stage import Stage
+
+T = TypeVar("T")
+CANCEL_GRACE_S = 0.8
+"""A cancelled call returns within a second; the engine completes what it must."""
+
+
+class Orders:
+    """Carries orders out; every method belongs to the engine's loop."""
+
+    def __init__(self, hub: EventHub) -> None:
+        self._hub = hub
+        self._background: set[asyncio.Task[Any]] = set()
+
+    # ----------------------------------------------------------------------------------- sleep
+
+    async def sleep(
+        self, stages: Sequence[Stage], task: SleepTask, mode: PauseMode | None, deadline: Deadline, *, strict: bool
+    ) -> list[OmniACK]:
+        """Put stages to sleep; every rank's ACK.
+
+        Raises:
+            StageBusyError, PauseError, AsleepError, …: refused; nothing changed.
+            SleepError: a rank answered ERROR (only if `strict`).
+        """
+        order = Order.SLEEP_1 if task.level == 1 else Order.SLEEP_2
+
+        def check(stage: Stage) -> None:
+            self._check(stage, order)
+            if decide(order, stage.state, stage.level) == Action.RUN and mode is None:
+                refuse_busy(stage, str(order))
+
+        async def run(stage: Stage, context: Context) -> list[OmniACK]:
+            return await transitions.sleep_stage(stage, task, mode, context)
+
+        acks = await self._on_all(stages, check, run, deadline)
+        if strict and not all(ack.ok for ack in acks):
+            raise SleepError(_failure("sleep", acks, stages), acks)
+        return acks
+
+    # ------------------------------------------------------------------------------------ wake
+
+    async def wake(self, stages: Sequence[Stage], task: WakeTask, deadline: Deadline, *, strict: bool) -> list[OmniACK]:
+        """Wake stages, or some of their tags; every rank's ACK.
+
+        Raises:
+            StageFailedError: refused; nothing changed.
+            WakeError: a rank answered ERROR (only if `strict`); memory is as before the wake.
+        """
+        order = Order.WAKE if task.reload else Order.WAKE_NO_RELOAD
+
+        async def run(stage: Stage, context: Context) -> list[OmniACK]:
+            return await transitions.wake_stage(stage, task, context)
+
+        acks = await self._on_all(stages, lambda stage: self._check(stage, order, pause=False), run, deadline)
+        if strict and not all(ack.ok for ack in acks):
+            raise WakeError(_failure("wake", acks, stages), acks)
+        return acks
+
+    # --------------------------------------------------------------------------------- weights
+
+    async def load_weights(self, stage: Stage, source: str, version: str | None, deadline: Deadline) -> None:
+        """New weights into one stage; see `stages.weights.load_weights`."""
+
+        def check(stage: Stage) -> None:
+            self._check(stage, Order.LOAD_WEIGHTS)
+            refuse_busy(stage, str(Order.LOAD_WEIGHTS))
+
+        async def run(stage: Stage, context: Context) -> list[OmniACK]:
+            await weights.load_weights(stage, source, version, context)
+            return []
+
+        await self._on_all([stage], check, run, deadline)
+
+    async def restart(self, stage: Stage, deadline: Deadline) -> None:
+        """A stage made anew; see `stages.weights.restart`."""
+
+        async def run(stage: Stage, context: Context) -> list[OmniACK]:
+            await weights.restart(stage, context)
+            return []
+
+        await self._on_all([stage], lambda _stage: None, run, deadline)
+
+    # ---------------------------------------------------------------------------------- shared
+
+    def _check(self, stage: Stage, order: Order, *, pause: bool = True) -> None:
+        if pause and stage.pause_state in {PauseState.PAUSING, PauseState.PAUSE_FAILED}:
+            msg = (
+                f"stage {stage.stage_id} is {stage.pause_state}: {order} is refused until the pause holds; call "
+                f"pause_generation(mode={str(stage.pause_mode)!r}, stage_ids=[{stage.stage_id}]) again, or "
+                "resume_generation(). Nothing changed"
+            )
+            raise PauseError(msg)
+        if decide(order, stage.state, stage.level) == Action.REFUSE:
+            raise refusal(order, stage.stage_id, stage.state, stage.level)
+
+    async def _on_all(
+        self,
+        stages: Sequence[Stage],
+        check: Callable[[Stage], None],
+        run: Callable[[Stage, Context], Awaitable[list[OmniACK]]],
+        deadline: Deadline,
+    ) -> list[OmniACK]:
+        """Lock all, check all, then run each; a stage's lock goes when it is done."""
+        token = CancelToken()
+
+        async def everything() -> list[OmniACK]:
+            async with _locks(stages, deadline) as release:
+                for stage in stages:
+                    check(stage)
+                context = Context(deadline, token)
+                runs = [self._one(stage, run(stage, context), release) for stage in stages]
+                results = await asyncio.gather(*runs, return_exceptions=True)
+            return _flatten(results)
+
+        return await self.supervise(everything(), token)
+
+    async def _one(
+        self, stage: Stage, running: Awaitable[list[OmniACK]], release: Callable[[Stage], None]
+    ) -> list[OmniACK]:
+        try:
+            acks = await running
+        finally:
+            release(stage)
+        for ack in acks:
+            self._hub.push(AckEvent(time.time(), "sleep" if ack.metadata["state"] == "COLD" else "wake", ack))
+        self.sample(stage)
+        return acks
+
+    def sample(self, stage: Stage) -> None:
+        """Push one memory event a rank."""
+        for replica in stage.replicas:
+            for rank in replica.executor.memory():
+                self._hub.push(
+                    MemoryEvent(
+                        time.time(),
+                        stage.stage_id,
+                        rank.rank,
+                        rank.replica,
+                        rank.tags,
+                        rank.process_bytes,
+                        rank.host_backup_bytes,
+                    )
+                )
+
+    async def supervise(self, work: Coroutine[Any, Any, T], token: CancelToken) -> T:
+        """Await `work`; if the caller goes away, cancel the order, not the work: it rolls back or finishes."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._forget)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            token.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+            raise
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: a caller that went away does not read it
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for orders whose callers went away."""
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=timeout_s)
+
+
+def refuse_busy(stage: Stage, order: str) -> None:
+    """Raise StageBusyError if the stage has requests and is not quiesced."""
+    in_transit = stage.in_transit()
+    if stage.quiesced or not (stage.running or stage.queued or in_transit or not stage.at_rest):
+        return
+    msg = (
+        f"stage {stage.stage_id} is busy: {stage.running} running, {stage.queued} queued, {in_transit} in transit; "
+        f"{order} is refused, nothing changed. Call pause_generation(mode='keep', stage_ids=[{stage.stage_id}]) "
+        "first, or sleep(..., mode='keep' | 'wait' | 'abort')"
+    )
+    raise StageBusyError(
+        msg, stage_id=stage.stage_id, running=stage.running, queued=stage.queued, in_transit=in_transit
+    )
+
+
+@contextlib.asynccontextmanager
+async def _locks(stages: Sequence[Stage], deadline: Deadline) -> AsyncIterator[Callable[[Stage], None]]:
+    """Hold every stage's order lock, taken in order of their ids so that two callers never wait for each other."""
+    held: set[Stage] = set()
+
+    def release(stage: Stage) -> None:
+        if stage in held:
+            held.discard(stage)
+            stage.order_lock.release()
+
+    try:
+        for stage in sorted(stages, key=lambda s: s.stage_id):
+            if not await acquire(stage.order_lock, deadline):
+                msg = (
+                    f"another order held stage {stage.stage_id} ({stage.state}) for {deadline.seconds:g} s; "
+                    "nothing changed, call again later"
+                )
+                raise DeadlineError(msg)
+            held.add(stage)
+        yield release
+    finally:
+        for stage in list(held):
+            release(stage)
+
+
+def _flatten(results: Sequence[list[OmniACK] | BaseException]) -> list[OmniACK]:
+    acks: list[OmniACK] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        acks.extend(result)
+    return acks
+
+
+def _failure(order: str, acks: Sequence[OmniACK], stages: Sequence[Stage]) -> str:
+    wrong = [ack for ack in acks if not ack.ok]
+    states = ", ".join(f"stage {s.stage_id} is {in_words(s.state, s.level)}" for s in stages)
+    first = wrong[0]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"{order} failed: stage {first.stage_id} {first.error_msg}{more}. Now: {states}; all answers are in .acks"

@@ -1,0 +1,104 @@
+"""`pause_generation` and `resume_generation` (specification, "Quiescing a busy diffusion stage")."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from omni_notebook.errors import DeadlineError, OmniError, PauseError
+from omni_notebook.protocol import PauseMode, PauseState
+from omni_notebook.stages.quiesce import quiesce
+from omni_notebook.stages.waiting import OrderCancelled, acquire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.stages.stage import Stage
+    from omni_notebook.stages.waiting import CancelToken, Deadline
+
+PAUSE = "pause"
+
+
+def check_pausable(stages: Sequence[Stage], mode: PauseMode) -> None:
+    """Refuse before any gate moves.
+
+    Raises:
+        NotImplementedError: `keep` on a step-level stage.
+    """
+    for stage in stages:
+        if mode == PauseMode.KEEP and stage.config.step_execution:
+            msg = f"stage {stage.stage_id} runs single steps: mode='keep' is not supported there. Nothing changed"
+            raise NotImplementedError(msg)
+
+
+async def pause(stages: Sequence[Stage], mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
+    """Close admission, then bring the stages to rest as their kind and `mode` say.
+
+    Raises:
+        DeadlineError, PauseError: the pause did not complete; the stage is PAUSE_FAILED, its scheduler closed.
+    """
+    waiting = [stage for stage in stages if not _already(stage, mode)]
+    for stage in waiting:
+        stage.pause_epoch += 1
+        stage.set_pause(PauseState.PAUSING, mode, reason=f"pause {mode}")
+    results = await asyncio.gather(
+        *(_pause_stage(stage, mode, deadline, token) for stage in waiting), return_exceptions=True
+    )
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _already(stage: Stage, mode: PauseMode) -> bool:
+    return stage.pause_state == PauseState.PAUSED and stage.pause_mode == mode
+
+
+async def _pause_stage(stage: Stage, mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
+    epoch = stage.pause_epoch
+    try:
+        await _bring_to_rest(stage, mode, deadline, token)
+    except (OmniError, OrderCancelled) as error:
+        if stage.pause_epoch == epoch:
+            if _stops_scheduler(stage, mode):
+                stage.close(PAUSE)
+            stage.set_pause(PauseState.PAUSE_FAILED, mode, reason=f"pause failed: {error}")
+        raise _pause_failed(stage, mode, error) from error
+    if stage.pause_epoch != epoch:
+        msg = f"stage {stage.stage_id} was resumed while it was pausing; it is {stage.pause_state}"
+        raise PauseError(msg)
+    stage.set_pause(PauseState.PAUSED, mode, reason=f"paused ({mode})")
+
+
+async def _bring_to_rest(stage: Stage, mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
+    if not _stops_scheduler(stage, mode):
+        return  # a diffusion stage under abort or wait: only admission is paused (specification)
+    if not await acquire(stage.pause_lock, deadline):
+        msg = f"another pause or sleep held stage {stage.stage_id} for {deadline.seconds:g} s"
+        raise DeadlineError(msg)
+    try:
+        if mode == PauseMode.WAIT:
+            stage.reopen(PAUSE)
+        await quiesce(stage, mode, PAUSE, deadline, token)
+    finally:
+        stage.pause_lock.release()
+
+
+def _stops_scheduler(stage: Stage, mode: PauseMode) -> bool:
+    return stage.config.kind == "ar" or mode == PauseMode.KEEP
+
+
+def _pause_failed(stage: Stage, mode: PauseMode, error: BaseException) -> OmniError:
+    text = (
+        f"the pause ({mode}) of stage {stage.stage_id} did not complete: {str(error) or 'cancelled'}; it is "
+        f"{stage.pause_state}. Call pause_generation again, or resume_generation(); do not sleep or change weights now"
+    )
+    return DeadlineError(text) if isinstance(error, DeadlineError) else PauseError(text)
+
+
+def resume(stages: Sequence[Stage]) -> None:
+    """Open the schedulers of paused stages; admission opens when no paused stage is left. Takes no lock."""
+    for stage in stages:
+        if stage.pause_state != PauseState.OPEN:
+            stage.pause_epoch += 1
+            stage.reopen(PAUSE)
+            stage.set_pause(PauseState.OPEN, None, reason="resumed")

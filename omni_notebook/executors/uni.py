@@ -1,0 +1,118 @@
+"""The in-process executor: one worker, on one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.errors import EngineClosedError, UnsupportedError
+from omni_notebook.executors.base import RankAnswer, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_notebook.protocol import RankId, RankStatus
+    from omni_notebook.worker.worker import Worker, WorkerSpec
+
+_STOP = None
+
+
+def _make_worker(spec: WorkerSpec) -> Worker:
+    from omni_notebook.worker.worker import Worker  # noqa: PLC0415  (imports torch: in the worker's thread)
+
+    return Worker(spec)
+
+
+class _Call:
+    __slots__ = ("args", "future", "method")
+
+    def __init__(self, method: str, args: tuple[Any, ...]) -> None:
+        self.method = method
+        self.args = args
+        self.future: Future[Any] = Future()
+
+    def run(self, worker: Worker) -> None:
+        try:
+            result = getattr(worker, self.method)(*self.args)
+        except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class UniExecutor:
+    """Runs one worker on a daemon thread; a FIFO queue keeps the order of calls."""
+
+    def __init__(
+        self, specs: tuple[WorkerSpec, ...], make_worker: Callable[[WorkerSpec], Worker] = _make_worker
+    ) -> None:
+        if len(specs) != 1:
+            msg = f"executor='uni' runs one rank, not {len(specs)}; tensor parallelism needs executor='mp'"
+            raise UnsupportedError(msg)
+        self.ranks: tuple[RankId, ...] = (specs[0].where,)
+        self._spec = specs[0]
+        self._make_worker = make_worker
+        self._worker: Worker | None = None
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()
+        name = f"omni-worker-{specs[0].where.stage_id}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._worker = self._make_worker(self._spec)
+        except BaseException as error:  # noqa: BLE001  (answered to every call)
+            while (call := self._calls.get()) is not _STOP:
+                call.future.set_exception(error)
+            return
+        while (call := self._calls.get()) is not _STOP:
+            call.run(self._worker)
+        self._worker.shutdown()
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[RankAnswer]:
+        """See `Executor.call`."""
+        where = self.ranks[0]
+        call = _Call(method, args)
+        with self._lock:
+            if self._closed:
+                return [RankAnswer(where, None, EngineClosedError(f"stage {where.stage_id} was shut down"))]
+            self._calls.put(call)
+        future = asyncio.wrap_future(call.future)
+        future.add_done_callback(_retrieve)
+        await asyncio.wait({future}, timeout=timeout_s)  # unlike wait_for it cancels nothing: the order goes on
+        if not future.done():
+            return [silent(where, method, timeout_s or 0.0)]
+        error = future.exception()
+        return [RankAnswer(where, None if error else future.result(), error)]
+
+    def cancel(self, task_id: str) -> None:
+        """See `Executor.cancel`."""
+        if self._worker is not None:
+            self._worker.cancel(task_id)
+
+    def memory(self) -> list[RankStatus]:
+        """See `Executor.memory`."""
+        return [] if self._worker is None else [self._worker.memory()]
+
+    def shutdown(self) -> None:
+        """See `Executor.shutdown`."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._calls.put(_STOP)
+
+    @property
+    def ended(self) -> bool:
+        """See `Executor.ended`."""
+        return not self._thread.is_alive()
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Mark an abandoned call's error as seen, so that asyncio does not print it."""
+    if not future.cancelled():
+        future.exception()

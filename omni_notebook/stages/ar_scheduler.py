@@ -1,0 +1,188 @@
+"""Continuous batching: a step is every running sequence's next token, new sequences' prefills among them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.protocol import RequestState
+from omni_notebook.stages.requests import StageOutput
+from omni_notebook.stages.scheduler import Batch
+from omni_notebook.worker.batches import ArBatch, SequenceAnswer, SequenceStep
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.models.tokenizer import TextTokenizer
+    from omni_notebook.stages.requests import StageRequest
+    from omni_notebook.transport.connector import Connector
+
+
+@dataclass(slots=True)
+class ArPrompt:
+    """An AR request's payload: the prompt, and what was generated so far."""
+
+    prompt_ids: tuple[int, ...]
+    generated: list[int] = field(default_factory=list)
+    hidden: list[Any] = field(default_factory=list)
+    fed: int = 0
+
+
+class ArScheduler:
+    """FIFO admission into `slots` sequences; a sequence keeps its slot until it ends."""
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        max_len: int,
+        tokenizer: TextTokenizer,
+        connector: Connector | None = None,
+    ) -> None:
+        self._free = list(range(slots))
+        self._max_len = max_len
+        self._tokenizer = tokenizer
+        self._connector = connector
+        self._waiting: deque[StageRequest] = deque()
+        self._running: dict[int, StageRequest] = {}
+
+    def add(self, request: StageRequest) -> None:
+        """Queue a request."""
+        self._waiting.append(request)
+
+    def schedule(self) -> Batch | None:
+        """One step over all running sequences, after new ones took the free slots."""
+        while self._free and (request := self._next()) is not None:
+            self._waiting.remove(request)
+            request.started_s = request.started_s or time.perf_counter()
+            self._running[self._free.pop(0)] = request
+            if self._connector is not None and request.feeds_next:
+                self._connector.started(request.request_id)
+        if not self._running:
+            return None
+        steps = tuple(self._step(slot, request) for slot, request in self._running.items())
+        return Batch(tuple(self._running.items()), ArBatch(steps))
+
+    def _next(self) -> StageRequest | None:
+        """The first request that may start; one for a closed, full stage holds back nobody but its like."""
+        for request in self._waiting:
+            if self._connector is None or not request.feeds_next or self._connector.may_start(request.request_id):
+                return request
+        return None
+
+    def _step(self, slot: int, request: StageRequest) -> SequenceStep:
+        prompt: ArPrompt = request.payload
+        tokens = (*prompt.prompt_ids, *prompt.generated)
+        return SequenceStep(
+            slot=slot,
+            token_ids=tokens[prompt.fed :],
+            start=prompt.fed,
+            prompt_len=len(prompt.prompt_ids),
+            seed=request.seed,
+            temperature=request.params.temperature,
+            top_p=request.params.top_p,
+            top_k=request.params.top_k,
+            want_hidden=request.feeds_next,
+        )
+
+    def finish(self, batch: Batch, answer: list[SequenceAnswer], weight_version: str) -> None:
+        """Append each sequence's token; end those that are complete."""
+        for (slot, request), step, result in zip(batch.requests, batch.payload.sequences, answer, strict=True):
+            if request.aborted:
+                continue
+            request.weight_version = request.weight_version or weight_version
+            prompt: ArPrompt = request.payload
+            prompt.fed = step.start + len(step.token_ids)
+            if result.hidden is not None:
+                prompt.hidden.extend(result.hidden)
+            reason = self._append(request, result.token_id)
+            if reason is not None:
+                self._release(slot)
+            self._deliver(request, reason)
+
+    def _append(self, request: StageRequest, token_id: int) -> str | None:
+        """Take a token; why the sequence ends with it, or None."""
+        prompt: ArPrompt = request.payload
+        if token_id in self._tokenizer.eos_token_ids or token_id in request.params.stop_token_ids:
+            return "stop"
+        prompt.generated.append(token_id)
+        full = len(prompt.prompt_ids) + len(prompt.generated) >= self._max_len
+        return "length" if full or len(prompt.generated) >= request.params.max_tokens else None
+
+    def _deliver(self, request: StageRequest, reason: str | None) -> None:
+        prompt: ArPrompt = request.payload
+        done = reason is not None
+        request.deliver(
+            StageOutput(
+                state=RequestState.FINISHED if done else RequestState.RUNNING,
+                final=done,
+                text=self._tokenizer.decode(prompt.generated),
+                token_ids=list(prompt.generated),
+                finish_reason=reason,
+                hidden=prompt.hidden if done and len(prompt.hidden) == len(prompt.generated) else None,
+                weight_version=request.weight_version,
+                metrics={
+                    "seed": request.seed,
+                    "prompt_tokens": len(prompt.prompt_ids),
+                    "new_tokens": len(prompt.generated),
+                    **request.timings_ms(),
+                },
+            )
+        )
+
+    def fail(self, batch: Batch, error: BaseException) -> None:
+        """End every sequence of the batch with an error."""
+        for slot, request in batch.requests:
+            if not request.aborted:
+                self._release(slot)
+                request.end(RequestState.FAILED, error)
+
+    def requeue(self) -> None:
+        """KV is gone: running sequences wait again, with what they have generated, and are prefilled anew."""
+        for slot, request in sorted(self._running.items(), key=lambda item: item[1].arrived_s, reverse=True):
+            request.payload.fed = 0
+            request.payload.hidden.clear()
+            self._release(slot)
+            self._waiting.appendleft(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End one request; a step that is running drops its token."""
+        request = self._take(request_id)
+        if request is None:
+            return False
+        request.aborted = True
+        text = self._tokenizer.decode(request.payload.generated)
+        request.end(RequestState.ABORTED, text=text, token_ids=list(request.payload.generated))
+        return True
+
+    def _take(self, request_id: str) -> StageRequest | None:
+        for slot, request in list(self._running.items()):
+            if request.request_id == request_id:
+                self._release(slot)
+                return request
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                return request
+        return None
+
+    def _release(self, slot: int) -> None:
+        del self._running[slot]
+        self._free.append(slot)
+        self._free.sort()
+
+    def request_ids(self) -> Sequence[str]:
+        """Running ones first."""
+        return [r.request_id for r in (*self._running.values(), *self._waiting)]
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)

@@ -1,0 +1,57 @@
+"""What differs between the kinds of stage: how a request is made, and who schedules it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from omni_notebook.config import StageConfig
+    from omni_notebook.protocol import OmniSamplingParams
+    from omni_notebook.stages.requests import StageOutput
+    from omni_notebook.stages.scheduler import Scheduler
+    from omni_notebook.transport.connector import Connector
+
+
+class StageModel(Protocol):
+    """One kind of stage."""
+
+    output_type: str
+
+    def make_scheduler(self, connector: Connector | None) -> Scheduler:
+        """A scheduler for one replica; `connector` leads to the next stage, if there is one."""
+        ...
+
+    def check(self, params: OmniSamplingParams) -> None:
+        """Raise ArgumentError if this model can not follow a parameter."""
+        ...
+
+    def first(self, prompt: Any, params: OmniSamplingParams) -> Any:
+        """The payload for a request that begins here.
+
+        Raises:
+            ArgumentError: the prompt or a parameter does not fit this model.
+        """
+        ...
+
+    def following(self, upstream: StageOutput, params: OmniSamplingParams) -> Any:
+        """The payload for a request that comes from the stage before.
+
+        Raises:
+            ArgumentError: what came can not be used.
+        """
+        ...
+
+
+def make_model(config: StageConfig) -> StageModel:
+    """The stage model for a config's kind.
+
+    Raises:
+        ConfigError: the model folder does not fit.
+    """
+    if config.kind == "ar":
+        from omni_notebook.stages.ar_torch import ArTorchModel  # noqa: PLC0415  (loads only what is used)
+
+        return ArTorchModel(config)
+    from omni_notebook.stages.diffusion import DiffusionModel  # noqa: PLC0415
+
+    return DiffusionModel(config)

@@ -1,0 +1,123 @@
+"""A full copy of a stage: an executor, a scheduler, and the loop that feeds one from the other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from omni_notebook.errors import WorkerDiedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_notebook.executors.base import Executor
+    from omni_notebook.stages.requests import StageRequest
+    from omni_notebook.stages.scheduler import Batch, Scheduler
+    from omni_notebook.stages.waiting import Signal
+
+
+class Replica:
+    """Runs batches while no one has closed it.
+
+    `closed_by` holds the reasons that keep the scheduler closed ("pause", "sleep", "weights", …); it runs when there
+    is none. All methods belong to the engine's loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        scheduler: Scheduler,
+        changed: Signal,
+        weight_version: Callable[[], str],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.closed_by: set[str] = set()
+        self._changed = changed
+        self._weight_version = weight_version
+        self._on_failure = on_failure
+        self._work = asyncio.Event()
+        self._executing = False
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="omni-replica")
+
+    @property
+    def open(self) -> bool:
+        """Whether batches may start."""
+        return not self.closed_by
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no batch is on the device."""
+        return not self._executing
+
+    @property
+    def drained(self) -> bool:
+        """Whether there is no request at all."""
+        return self.at_rest and not self.scheduler.running and not self.scheduler.queued
+
+    def add(self, request: StageRequest) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+        self.kick()
+
+    def close(self, reason: str) -> None:
+        """Start no further batch until this reason is taken back."""
+        self.closed_by.add(reason)
+
+    def reopen(self, reason: str) -> None:
+        """Take a reason back."""
+        self.closed_by.discard(reason)
+        self.kick()
+
+    def kick(self) -> None:
+        """Look again whether a batch can start."""
+        self._work.set()
+        self._changed.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """End one request; whether it was here."""
+        found = self.scheduler.abort(request_id)
+        self.kick()
+        return found
+
+    def abort_all(self) -> None:
+        """End every request with a terminal ABORTED output."""
+        for request_id in list(self.scheduler.request_ids()):
+            self.abort(request_id)
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            batch = self.scheduler.schedule() if self.open else None
+            if batch is None:
+                self._work.clear()
+            else:
+                await self._step(batch)
+
+    async def _step(self, batch: Batch) -> None:
+        self._executing = True
+        version = self._weight_version()
+        try:
+            answers = await self.executor.call("execute", batch.payload)
+            error = next((a.error for a in answers if a.error is not None), None)
+            if error is None:
+                self.scheduler.finish(batch, answers[0].value, version)
+            else:
+                self._fail(batch, error)
+        except Exception as error:  # noqa: BLE001  (a bug in a scheduler must not leave its clients waiting)
+            self._fail(batch, error)
+        finally:
+            self._executing = False
+            self._changed.notify()
+
+    def _fail(self, batch: Batch, error: BaseException) -> None:
+        self.scheduler.fail(batch, error)
+        if isinstance(error, WorkerDiedError):
+            self._on_failure(error)
+
+    async def stop(self) -> None:
+        """End the loop; requests stay in the scheduler."""
+        self._task.cancel()
+        await asyncio.wait({self._task}, timeout=1.0)

@@ -1,0 +1,61 @@
+"""The contract of a scheduler: three small moves, and policy that never mutates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.stages.requests import StageRequest
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Requests that run together, and the payload that their runner understands."""
+
+    requests: tuple[Any, ...]
+    payload: Any
+
+
+class Scheduler(Protocol):
+    """Decides what runs next in one replica."""
+
+    def add(self, request: StageRequest) -> None:
+        """Queue a request."""
+        ...
+
+    def schedule(self) -> Batch | None:
+        """The next batch, or None if nothing can run now."""
+        ...
+
+    def finish(self, batch: Batch, answer: Any, weight_version: str) -> None:
+        """Take a batch's results and deliver them."""
+        ...
+
+    def fail(self, batch: Batch, error: BaseException) -> None:
+        """End a batch's requests with an error."""
+        ...
+
+    def requeue(self) -> None:
+        """Put what was begun back into the queue, at its head: device state is gone, it will be computed again."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """End one request with a terminal output; whether it was here."""
+        ...
+
+    def request_ids(self) -> Sequence[str]:
+        """Every request that is here."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Requests that have begun."""
+        ...
+
+    @property
+    def queued(self) -> int:
+        """Requests that have not begun."""
+        ...

@@ -1,0 +1,260 @@
+"""A stage: one model, its replicas, its memory and pause states, its locks. All of it belongs to the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.protocol import MemoryState, PauseState, RankId, StageStatus
+from omni_notebook.stages.model import make_model
+from omni_notebook.stages.replica import Replica
+from omni_notebook.stages.waiting import Deadline, Signal
+from omni_notebook.worker.worker import LoadReport, WorkerSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from omni_notebook.config import StageConfig
+    from omni_notebook.executors.base import ExecutorFactory, RankAnswer
+    from omni_notebook.stages.requests import StageRequest
+    from omni_notebook.transport.connector import Connector
+
+SHUTDOWN_S = 5.0
+POLL_S = 0.002
+
+
+class Stage:
+    """State and parts of one stage; orders are carried out by `stages.transitions`."""
+
+    def __init__(
+        self,
+        stage_id: int,
+        config: StageConfig,
+        make_executor: ExecutorFactory,
+        on_change: Callable[[Stage, str], None],
+    ) -> None:
+        self.stage_id = stage_id
+        self.config = config
+        self.model = make_model(config)
+        self.connector: Connector | None = None
+        self.in_transit: Callable[[], int] = lambda: 0
+        self.replicas: list[Replica] = []
+        self.state = MemoryState.WAKING
+        self.level: int | None = None
+        self.tags: dict[str, int] = {}
+        self.awake_tags: tuple[str, ...] = ()
+        self.pause_state = PauseState.OPEN
+        self.pause_mode: str | None = None
+        self.pause_epoch = 0
+        self.weight_version = ""
+        self.source: str | None = None
+        self.device_name = "unknown"
+        self.recoverable = True
+        self.last_error: str | None = None
+        self.changed = Signal()
+        self.order_lock = asyncio.Lock()
+        self.pause_lock = asyncio.Lock()
+        self._make_executor = make_executor
+        self._on_change = on_change
+
+    # -------------------------------------------------------------------------------- starting
+
+    async def start(self) -> None:
+        """Make the replicas and load them.
+
+        Raises:
+            Exception: what the first rank that failed raised; nothing is left then.
+        """
+        self.replicas = [self._make_replica(n) for n in range(self.config.num_replicas)]
+        answers = await self.call_all("load")
+        error = first_error(answers)
+        if error is not None:
+            await self.stop()
+            raise error
+        self._loaded([a.value for a in answers])
+
+    def _make_replica(self, number: int) -> Replica:
+        specs = tuple(
+            WorkerSpec(
+                where=RankId(self.stage_id, number, rank),
+                config=self.config,
+                source=self.source,
+                version=self.weight_version or None,
+            )
+            for rank in range(self.config.tensor_parallel_size)
+        )
+        return Replica(
+            executor=self._make_executor(specs),
+            scheduler=self.model.make_scheduler(self.connector),
+            changed=self.changed,
+            weight_version=lambda: self.weight_version,
+            on_failure=self.fail,
+        )
+
+    def _loaded(self, reports: Sequence[LoadReport]) -> None:
+        first = reports[0]
+        self.weight_version = first.weight_version
+        self.device_name = first.device_name
+        self.tags = dict(first.tags)
+        self.last_error = None
+        self.set_state(MemoryState.AWAKE, None, awake_tags=tuple(first.tags), reason="loaded")
+
+    async def restart(self) -> None:
+        """Replace the replicas; requests that are here run again on the new ones.
+
+        Raises:
+            Exception: what the first rank that failed to load raised; the stage is FAILED, requests are still here.
+        """
+        old = self.replicas
+        self.set_state(MemoryState.WAKING, None, awake_tags=(), reason="restart")
+        await self.stop()
+        reasons = old[0].closed_by - {"restart", "shutdown", "failed", "sleep"}
+        self.replicas = [self._make_replica(n) for n in range(self.config.num_replicas)]
+        for new, before in zip(self.replicas, old, strict=True):
+            new.closed_by = set(reasons)
+            before.scheduler.requeue()
+            new.scheduler = before.scheduler
+        answers = await self.call_all("load")
+        error = first_error(answers)
+        if error is not None:
+            self.fail(error)
+            raise error
+        self._loaded([a.value for a in answers])
+        for replica in self.replicas:
+            replica.kick()
+
+    async def stop(self) -> bool:
+        """End the replicas and give all memory back; whether that was seen within `SHUTDOWN_S`."""
+        for replica in self.replicas:
+            replica.close("shutdown")
+            await replica.stop()
+            replica.executor.shutdown()
+        deadline = Deadline(SHUTDOWN_S)
+        while not (ended := all(r.executor.ended for r in self.replicas)) and not deadline.passed:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        return ended
+
+    # ----------------------------------------------------------------------------------- state
+
+    def set_state(
+        self, state: MemoryState, level: int | None, *, awake_tags: tuple[str, ...] | None = None, reason: str = ""
+    ) -> None:
+        """Change the memory state and tell everyone."""
+        self.state = state
+        self.level = level
+        if awake_tags is not None:
+            self.awake_tags = awake_tags
+        self.tell(reason)
+
+    def set_pause(self, state: PauseState, mode: str | None, reason: str = "") -> None:
+        """Change the pause state and tell everyone."""
+        self.pause_state = state
+        self.pause_mode = mode
+        self.tell(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """The stage can not go on; `restart` helps."""
+        self.last_error = f"{type(error).__name__}: {error}"
+        self.close("failed")
+        self.set_state(MemoryState.FAILED, self.level, awake_tags=(), reason=self.last_error)
+
+    def tell(self, reason: str = "") -> None:
+        """Wake whoever waits for this stage."""
+        self.changed.notify()
+        self._on_change(self, reason)
+
+    # ------------------------------------------------------------------------------- scheduling
+
+    def close(self, reason: str) -> None:
+        """Start no further batch until the reason is taken back."""
+        for replica in self.replicas:
+            replica.close(reason)
+
+    def reopen(self, reason: str) -> None:
+        """Take a reason back."""
+        for replica in self.replicas:
+            replica.reopen(reason)
+
+    @property
+    def open(self) -> bool:
+        """Whether batches may start."""
+        return bool(self.replicas) and all(r.open for r in self.replicas)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no replica has a batch on its device."""
+        return all(r.at_rest for r in self.replicas)
+
+    @property
+    def drained(self) -> bool:
+        """Whether no replica has a request."""
+        return all(r.drained for r in self.replicas)
+
+    @property
+    def quiesced(self) -> bool:
+        """Closed by a pause, and at rest."""
+        return self.at_rest and all("pause" in r.closed_by for r in self.replicas)
+
+    @property
+    def running(self) -> int:
+        """Requests that have begun."""
+        return sum(r.scheduler.running for r in self.replicas)
+
+    @property
+    def queued(self) -> int:
+        """Requests that have not begun."""
+        return sum(r.scheduler.queued for r in self.replicas)
+
+    def add(self, request: StageRequest) -> None:
+        """Give a request to the least loaded replica."""
+        min(self.replicas, key=lambda r: r.scheduler.running + r.scheduler.queued).add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End one request; whether it was here."""
+        return any(r.abort(request_id) for r in self.replicas)
+
+    def requeue(self) -> None:
+        """Device state is gone: what was begun will begin again."""
+        for replica in self.replicas:
+            replica.scheduler.requeue()
+
+    # ---------------------------------------------------------------------------------- calls
+
+    async def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[RankAnswer]:
+        """Call every rank of every replica at once and gather the answers."""
+        gathered = await asyncio.gather(*(r.executor.call(method, *args, timeout_s=timeout_s) for r in self.replicas))
+        return [answer for answers in gathered for answer in answers]
+
+    def cancel_order(self, task_id: str) -> None:
+        """Tell every rank that an order should stop if it has not committed."""
+        for replica in self.replicas:
+            replica.executor.cancel(task_id)
+
+    def status(self, *, in_transit: int, waiting_at_gate: int) -> StageStatus:
+        """A snapshot; never waits."""
+        return StageStatus(
+            stage_id=self.stage_id,
+            name=self.config.title,
+            kind=self.config.kind,
+            runtime="torch" if self.config.runtime == "auto" else self.config.runtime,
+            model=self.config.model,
+            state=self.state,
+            level=self.level,
+            awake_tags=self.awake_tags,
+            pause_state=self.pause_state,
+            pause_mode=self.pause_mode,
+            weight_version=self.weight_version or None,
+            recoverable=self.recoverable,
+            running=self.running,
+            queued=self.queued,
+            in_transit=in_transit,
+            waiting_at_gate=waiting_at_gate,
+            ballast_bytes=self.config.ballast_bytes,
+            ranks=tuple(status for r in list(self.replicas) for status in r.executor.memory()),
+            last_error=self.last_error,
+        )
+
+
+def first_error(answers: Sequence[RankAnswer]) -> BaseException | None:
+    """The first rank's error, if any raised."""
+    return next((a.error for a in answers if a.error is not None), None)

@@ -1,0 +1,237 @@
+"""One stage's sleep and wake: two steps over all ranks, all or nothing.
+
+Each function runs under the stage's order lock. Whatever happens it leaves a named state, and every rank an ACK.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_notebook.errors import DeadlineError, OmniError
+from omni_notebook.memory.base import TransitionCancelledError
+from omni_notebook.protocol import MemoryState, OmniACK, PauseMode, SleepTask, WakeTask
+from omni_notebook.stages.quiesce import quiesce
+from omni_notebook.stages.stage import first_error
+from omni_notebook.stages.state_table import Action, Order, decide
+from omni_notebook.stages.waiting import OrderCancelled, acquire
+from omni_notebook.worker.ack import error_ack, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.executors.base import RankAnswer
+    from omni_notebook.stages.stage import Stage
+    from omni_notebook.stages.waiting import CancelToken, Deadline
+    from omni_notebook.worker.control import WakeOutlook
+
+SLEEP = "sleep"
+GRACE_S = 30.0
+"""A step that must not be left half done may outlast the order's deadline by this much."""
+
+
+@dataclass(slots=True, frozen=True)
+class Context:
+    """What bounds an order."""
+
+    deadline: Deadline
+    token: CancelToken
+
+    @property
+    def finish_s(self) -> float:
+        """Seconds for a step that has to end."""
+        return self.deadline.left_s() + GRACE_S
+
+
+@dataclass(slots=True, frozen=True)
+class _Before:
+    state: MemoryState
+    level: int | None
+    awake_tags: tuple[str, ...]
+
+    def back(self, stage: Stage, reason: str) -> None:
+        stage.set_state(self.state, self.level, awake_tags=self.awake_tags, reason=reason)
+        if self.state == MemoryState.AWAKE:
+            stage.reopen(SLEEP)
+
+
+def _before(stage: Stage) -> _Before:
+    return _Before(stage.state, stage.level, stage.awake_tags)
+
+
+# -------------------------------------------------------------------------------------------- sleep
+
+
+async def sleep_stage(stage: Stage, task: SleepTask, mode: PauseMode | None, context: Context) -> list[OmniACK]:
+    """Put one stage to sleep; the caller has checked that the state table and the requests allow it."""
+    order = Order.SLEEP_1 if task.level == 1 else Order.SLEEP_2
+    action = decide(order, stage.state, stage.level)
+    if action == Action.NOOP:
+        return _acks(stage, task.task_id, await stage.call_all("noop", task.task_id, timeout_s=context.finish_s))
+    if action == Action.DROP_BACKUP:
+        return await _drop_backup(stage, task, context)
+    return await _fall_asleep(stage, task, mode, context)
+
+
+async def _drop_backup(stage: Stage, task: SleepTask, context: Context) -> list[OmniACK]:
+    answers = await stage.call_all("drop_backup", task, timeout_s=context.finish_s)
+    acks = _acks(stage, task.task_id, answers)
+    if first_error(answers) is None:
+        stage.recoverable = all(ack.metadata["recoverable"] for ack in acks)
+        stage.set_state(MemoryState.ASLEEP, 2, awake_tags=(), reason="backup dropped")
+    return acks
+
+
+async def _fall_asleep(stage: Stage, task: SleepTask, mode: PauseMode | None, context: Context) -> list[OmniACK]:
+    before = _before(stage)
+    stage.set_state(MemoryState.FALLING_ASLEEP, task.level, reason=f"sleep level {task.level}")
+    context.token.on_cancel(lambda: stage.cancel_order(task.task_id))
+    started_s = time.perf_counter()
+    try:
+        await _come_to_rest(stage, mode or PauseMode.KEEP, context)
+    except (OmniError, OrderCancelled) as error:
+        before.back(stage, f"sleep did not begin: {error}")
+        return _all_errors(stage, task.task_id, _plain(error, "sleep"))
+    task = msgspec.structs.replace(task, quiesce_ms=(time.perf_counter() - started_s) * 1000)
+    answers = await stage.call_all("prepare_sleep", task, timeout_s=context.deadline.left_s())
+    culprit = _why_not(answers, context, "sleep")
+    if culprit is not None:
+        return await _roll_back(stage, task.task_id, "abort_sleep", before, answers, context)
+    return await _commit_sleep(stage, task, context)
+
+
+async def _come_to_rest(stage: Stage, mode: PauseMode, context: Context) -> None:
+    if not await acquire(stage.pause_lock, context.deadline):
+        msg = f"stage {stage.stage_id}: a pause was in progress for {context.deadline.seconds:g} s"
+        raise DeadlineError(msg)
+    try:
+        await quiesce(stage, mode, SLEEP, context.deadline, context.token)
+    finally:
+        stage.pause_lock.release()
+
+
+async def _commit_sleep(stage: Stage, task: SleepTask, context: Context) -> list[OmniACK]:
+    answers = await stage.call_all("commit_sleep", task.task_id, timeout_s=context.finish_s)
+    acks = _acks(stage, task.task_id, answers)
+    error = first_error(answers)
+    if error is not None:
+        stage.fail(error)
+        return acks
+    stage.requeue()
+    stage.recoverable = all(ack.metadata["recoverable"] for ack in acks)
+    level = max(ack.metadata["level"] or task.level for ack in acks)
+    stage.set_state(MemoryState.ASLEEP, level, awake_tags=(), reason=f"asleep at level {level}")
+    return acks
+
+
+# --------------------------------------------------------------------------------------------- wake
+
+
+async def wake_stage(stage: Stage, task: WakeTask, context: Context) -> list[OmniACK]:
+    """Wake one stage, or some of its tags; the caller has checked that the state table allows it."""
+    if _nothing_to_wake(stage, task):
+        return _acks(stage, task.task_id, await stage.call_all("noop", task.task_id, timeout_s=context.finish_s))
+    before = _before(stage)
+    stage.set_state(MemoryState.WAKING, stage.level, reason="wake")
+    context.token.on_cancel(lambda: stage.cancel_order(task.task_id))
+    answers = await stage.call_all("prepare_wake", task, timeout_s=context.deadline.left_s())
+    culprit = _why_not(answers, context, "wake")
+    if culprit is not None:
+        return await _roll_back(stage, task.task_id, "abort_wake", before, answers, context)
+    return await _commit_wake(stage, task, [a.value for a in answers], context)
+
+
+def _nothing_to_wake(stage: Stage, task: WakeTask) -> bool:
+    order = Order.WAKE if task.reload else Order.WAKE_NO_RELOAD
+    if decide(order, stage.state, stage.level) == Action.NOOP:
+        return True
+    if task.tags is None or stage.state == MemoryState.NEEDS_WEIGHTS:
+        return False
+    return not set(task.tags) & (set(stage.tags) - set(stage.awake_tags))
+
+
+async def _commit_wake(
+    stage: Stage, task: WakeTask, outlooks: Sequence[WakeOutlook], context: Context
+) -> list[OmniACK]:
+    answers = await stage.call_all("commit_wake", task.task_id, timeout_s=context.finish_s)
+    acks = _acks(stage, task.task_id, answers)
+    error = first_error(answers)
+    if error is not None:
+        stage.fail(error)
+        return acks
+    outlook = outlooks[0]
+    state = _state_after(outlook)
+    level = None if outlook.all_awake else acks[0].metadata["level"]
+    stage.set_state(state, level, awake_tags=outlook.awake_tags, reason="woken")
+    if state == MemoryState.AWAKE:
+        stage.recoverable = True
+        stage.reopen(SLEEP)
+    return acks
+
+
+def _state_after(outlook: WakeOutlook) -> MemoryState:
+    if not outlook.all_awake:
+        return MemoryState.PARTLY_AWAKE
+    return MemoryState.AWAKE if outlook.weights_valid else MemoryState.NEEDS_WEIGHTS
+
+
+# ------------------------------------------------------------------------------------------- shared
+
+
+def _why_not(answers: Sequence[RankAnswer], context: Context, order: str) -> BaseException | None:
+    """Why a prepared order must be rolled back, or None."""
+    error = first_error(answers)
+    if error is None and context.token.cancelled:
+        return TransitionCancelledError(f"the {order} was cancelled before it committed")
+    return error
+
+
+async def _roll_back(
+    stage: Stage, task_id: str, abort: str, before: _Before, answers: Sequence[RankAnswer], context: Context
+) -> list[OmniACK]:
+    """Abort on every rank; each answers ERROR, its own or the culprit's."""
+    aborted = await stage.call_all(abort, task_id, timeout_s=GRACE_S)
+    culprit = next((a for a in answers if a.error is not None), None)
+    acks = [_rolled_back(stage, task_id, answer, culprit) for answer in answers]
+    stuck = first_error(aborted)
+    if stuck is not None:
+        stage.fail(stuck)
+    else:
+        why = "cancelled" if culprit is None or context.token.cancelled else str(culprit.error)
+        before.back(stage, f"rolled back: {why}")
+    return acks
+
+
+def _rolled_back(stage: Stage, task_id: str, answer: RankAnswer, culprit: RankAnswer | None) -> OmniACK:
+    error = answer.error
+    if error is None and culprit is not None:
+        error = OmniError(f"rolled back, because rank {culprit.where.rank} answered: {culprit.error}")
+    if error is None:
+        error = TransitionCancelledError("cancelled before it committed; memory is as before")
+    return _error(stage, task_id, answer, error)
+
+
+def _acks(stage: Stage, task_id: str, answers: Sequence[RankAnswer]) -> list[OmniACK]:
+    return [a.value if a.error is None else _error(stage, task_id, a, a.error) for a in answers]
+
+
+def _all_errors(stage: Stage, task_id: str, error: BaseException) -> list[OmniACK]:
+    ranks = [where for replica in stage.replicas for where in replica.executor.ranks]
+    return [error_ack(task_id, where, error, **_known(stage)) for where in ranks]
+
+
+def _error(stage: Stage, task_id: str, answer: RankAnswer, error: BaseException) -> OmniACK:
+    return error_ack(task_id, answer.where, error, **_known(stage))
+
+
+def _known(stage: Stage) -> dict[str, Any]:
+    return {"source": source_of(stage.device_name), "weight_version": stage.weight_version}
+
+
+def _plain(error: BaseException, order: str) -> BaseException:
+    if isinstance(error, OrderCancelled):
+        return TransitionCancelledError(f"the {order} was cancelled before it committed; nothing changed")
+    return error

@@ -1,0 +1,64 @@
+"""New weights into a stage, and a stage made anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_notebook.errors import DeadlineError
+from omni_notebook.protocol import MemoryState, PauseMode
+from omni_notebook.stages.quiesce import quiesce
+from omni_notebook.stages.stage import first_error
+from omni_notebook.stages.transitions import SLEEP, Context
+
+if TYPE_CHECKING:
+    from omni_notebook.stages.stage import Stage
+
+WEIGHTS_REASON = "weights"
+
+
+async def load_weights(stage: Stage, source: str, version: str | None, context: Context) -> None:
+    """Load a checkpoint folder into every rank; the caller has checked state and requests.
+
+    Raises:
+        ConfigError: the checkpoint does not fit; the old weights are untouched.
+        OmniError: a rank failed half way; the stage is NEEDS_WEIGHTS.
+    """
+    stage.close(WEIGHTS_REASON)
+    try:
+        await quiesce(stage, PauseMode.KEEP, WEIGHTS_REASON, context.deadline, context.token)
+        answers = await stage.call_all("load_weights", source, version, timeout_s=context.finish_s)
+        error = first_error(answers)
+        if error is not None:
+            await _after_failed_load(stage, error, context)
+            raise error
+        stage.requeue()
+        stage.source, stage.weight_version, stage.recoverable = source, answers[0].value, True
+        stage.set_state(MemoryState.AWAKE, None, awake_tags=tuple(stage.tags), reason=f"weights {stage.weight_version}")
+        stage.reopen(SLEEP)
+    finally:
+        stage.reopen(WEIGHTS_REASON)
+
+
+async def _after_failed_load(stage: Stage, error: BaseException, context: Context) -> None:
+    valid = await stage.call_all("weights_valid", timeout_s=context.finish_s)
+    if first_error(valid) is not None:
+        stage.fail(error)
+    elif not all(answer.value for answer in valid):
+        stage.close(SLEEP)
+        stage.set_state(MemoryState.NEEDS_WEIGHTS, None, reason=f"load_weights failed: {error}")
+
+
+async def restart(stage: Stage, context: Context) -> None:
+    """End a stage's ranks and start new ones from the last checkpoint; its requests run again on them.
+
+    Raises:
+        DeadlineError: the running batch did not end in time; a stage that has not FAILED is left as it was.
+        Exception: what the first rank that did not load raised; the stage is FAILED.
+    """
+    failed = stage.state == MemoryState.FAILED
+    stage.close("restart")
+    if not await stage.changed.until(lambda: stage.at_rest, context.deadline, context.token) and not failed:
+        stage.reopen("restart")
+        msg = f"stage {stage.stage_id} was not restarted: its running batch had not ended; abort it or wait longer"
+        raise DeadlineError(msg)
+    await stage.restart()

@@ -1,0 +1,1 @@
+"""How results travel between stages."""

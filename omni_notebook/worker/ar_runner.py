@@ -1,0 +1,76 @@
+"""Runs a Llama-family decoder: prefill and decode over a static KV cache in the pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from omni_notebook.memory.base import KV_CACHE
+from omni_notebook.models.decoder import Decoder, DecoderConfig
+from omni_notebook.models.loaders import read_config
+from omni_notebook.models.tokenizer import PlanGrammar
+from omni_notebook.worker.batches import ArBatch, SequenceAnswer, SequenceStep
+from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
+from omni_notebook.worker.sampling import pick_token
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.config import StageConfig
+    from omni_notebook.memory.base import MemoryPool
+
+
+class ArRunner(ModelRunner):
+    """A decoder, its KV cache and, where the folder has one, its output grammar."""
+
+    _model: Decoder
+
+    def __init__(self, config: StageConfig) -> None:
+        folder = Path(config.model)
+        self._shape = DecoderConfig.from_hf(read_config(folder))
+        self._slots = config.max_num_seqs
+        self._max_len = min(config.max_model_len or self._shape.max_positions, self._shape.max_positions)
+        self._grammar = PlanGrammar.find(folder)
+        self._grammar_state: dict[int, int] = {}
+        self._dtype = torch_dtype(config.dtype)
+
+    def build(self, pool: MemoryPool) -> None:
+        """The decoder in the pool; the KV cache beside it."""
+        self._place(lambda: Decoder(self._shape), self._dtype, pool)
+        self._kv = pool.empty(self._shape.kv_shape(self._slots, self._max_len), self._dtype, KV_CACHE)
+
+    @torch.inference_mode()
+    def execute(self, batch: ArBatch) -> list[SequenceAnswer]:
+        """One step: each prefill by itself, all decodes together; answers in the batch's order."""
+        hidden: dict[int, torch.Tensor] = {}
+        decodes = [s for s in batch.sequences if len(s.token_ids) == 1 and s.start > 0]
+        for step in batch.sequences:
+            if step not in decodes:
+                hidden[step.slot] = self._forward([step])[0]
+        if decodes:
+            for step, states in zip(decodes, self._forward(decodes), strict=True):
+                hidden[step.slot] = states
+        return [self._answer(step, hidden[step.slot]) for step in batch.sequences]
+
+    def _forward(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        tokens = torch.tensor([s.token_ids for s in steps], dtype=torch.long)
+        positions = torch.tensor([range(s.start, s.start + len(s.token_ids)) for s in steps], dtype=torch.long)
+        slots = torch.tensor([s.slot for s in steps], dtype=torch.long)
+        states: torch.Tensor = self._model(tokens, positions, self._kv, slots)
+        return states
+
+    def _answer(self, step: SequenceStep, states: torch.Tensor) -> SequenceAnswer:
+        token = pick_token(self._model.logits(states[-1]), step, self._allowed(step))
+        fresh = states[max(step.prompt_len - step.start, 0) :]
+        return SequenceAnswer(token_id=token, hidden=fresh.float().numpy().copy() if step.want_hidden else None)
+
+    def _allowed(self, step: SequenceStep) -> list[int] | None:
+        if self._grammar is None:
+            return None
+        state = self._grammar.start if step.start == 0 else self._grammar_state[step.slot]
+        for token in step.token_ids[max(step.prompt_len - step.start, 0) :]:
+            state = self._grammar.advance(state, token)
+        self._grammar_state[step.slot] = state
+        return self._grammar.allowed(state)

@@ -1,0 +1,61 @@
+"""What a scheduler hands to a runner and gets back; plain types that may cross a process border."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence's part of one AR step.
+
+    `token_ids` are fed at positions `start …`: the whole sequence for a prefill (start 0), one token for a decode.
+    The first `prompt_len` positions of the sequence are the prompt. `want_hidden` asks for the last hidden states
+    of generated positions.
+    """
+
+    slot: int
+    token_ids: tuple[int, ...]
+    start: int
+    prompt_len: int
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    want_hidden: bool
+
+
+class ArBatch(msgspec.Struct, frozen=True):
+    """One AR step over several sequences."""
+
+    sequences: tuple[SequenceStep, ...]
+
+
+class SequenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The next token of one sequence; `hidden`: float32 array (fed generated positions, hidden size) or None."""
+
+    token_id: int
+    hidden: Any | None
+
+
+class ImageStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a diffusion batch; `hidden`: float32 array (plan length, hidden size) or None."""
+
+    plan_ids: tuple[int, ...]
+    hidden: Any | None
+    seed: int
+
+
+class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Images that are denoised together: same size, steps and guidance."""
+
+    images: tuple[ImageStep, ...]
+    num_inference_steps: int
+    guidance_scale: float
+
+
+class ImageAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished image: uint8 array (height, width, 3)."""
+
+    pixels: Any

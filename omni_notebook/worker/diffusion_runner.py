@@ -1,0 +1,58 @@
+"""Runs our rectified-flow DiT over a batch of images that share size, steps and guidance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from omni_notebook.models.dit import DiT, DiTConfig
+from omni_notebook.models.flow import Condition, initial_noise, sample, to_uint8
+from omni_notebook.models.loaders import read_config
+from omni_notebook.worker.batches import DiffusionBatch, ImageAnswer, ImageStep
+from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
+
+if TYPE_CHECKING:
+    from omni_notebook.config import StageConfig
+    from omni_notebook.memory.base import MemoryPool
+
+
+class DiffusionRunner(ModelRunner):
+    """A DiT; a batch is not preemptible."""
+
+    _model: DiT
+
+    def __init__(self, config: StageConfig) -> None:
+        self._shape = DiTConfig.from_dict(read_config(Path(config.model)))
+        self._dtype = torch_dtype(config.dtype)
+
+    def build(self, pool: MemoryPool) -> None:
+        """The DiT in the pool."""
+        self._place(lambda: DiT(self._shape), self._dtype, pool)
+
+    @torch.inference_mode()
+    def execute(self, batch: DiffusionBatch) -> list[ImageAnswer]:
+        """All denoise steps of the batch; images in the batch's order."""
+        noise = torch.stack([initial_noise(self._shape.image_shape, image.seed) for image in batch.images])
+        images = sample(
+            self._model,
+            noise.to(self._dtype),
+            self._condition(batch.images),
+            steps=batch.num_inference_steps,
+            guidance=batch.guidance_scale,
+        )
+        return [ImageAnswer(pixels=pixels) for pixels in to_uint8(images).numpy()]
+
+    def _condition(self, images: tuple[ImageStep, ...]) -> Condition:
+        plan_ids = torch.tensor([image.plan_ids for image in images], dtype=torch.long)
+        if all(image.hidden is None for image in images):
+            return Condition(plan_ids)
+        hidden = torch.zeros(*plan_ids.shape, self._shape.cond_hidden_size, dtype=self._dtype)
+        for place, image in enumerate(images):
+            if image.hidden is not None:
+                rows = np.asarray(image.hidden)[: plan_ids.shape[1]]
+                hidden[place, : len(rows)] = torch.from_numpy(rows).to(self._dtype)
+        mask = torch.tensor([image.hidden is not None for image in images])
+        return Condition(plan_ids, hidden, mask)

@@ -1,0 +1,60 @@
+"""What our runners share: a module built on meta, moved into the pool, filled in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from omni_notebook.memory.base import WEIGHTS
+from omni_notebook.models.loaders import check_fits, load_into
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from omni_notebook.memory.base import MemoryPool
+
+CPU_DTYPE = torch.float32
+"""`dtype="auto"` on a CPU: half types are slower there and not batch-invariant."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type of a configured `dtype`."""
+    return CPU_DTYPE if name == "auto" else getattr(torch, name)
+
+
+class ModelRunner:
+    """One module in the pool; a subclass executes it."""
+
+    _model: nn.Module
+
+    def _place(self, make: Callable[[], nn.Module], dtype: torch.dtype, pool: MemoryPool) -> None:
+        with torch.device("meta"):
+            self._model = make().eval()
+        for parameter in self._model.parameters():  # not `.to`: it would cast buffers too
+            parameter.data = parameter.data.to(dtype)
+        pool.adopt(self._model, WEIGHTS)
+        self.reset_buffers()
+
+    def check_weights(self, folder: Path) -> None:
+        """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
+        check_fits(self._model, folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Fill the parameters in place."""
+        load_into(self._model, folder)
+
+    def reset_buffers(self) -> None:
+        """Recompute what no checkpoint has."""
+        reset: Callable[[], None] = self._model.reset_buffers  # type: ignore[assignment]
+        reset()
+
+    def kept_tensors(self) -> Sequence[torch.Tensor]:
+        """Pool tensors that no checkpoint has."""
+        return list(self._model.buffers())
+
+    def synchronize(self) -> None:
+        """Wait for the device; nothing runs behind our back on a CPU."""

@@ -1,0 +1,49 @@
+"""What a worker needs of a model runner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+
+    from omni_notebook.memory.base import MemoryPool
+
+
+class Runner(Protocol):
+    """One model on one rank; its memory is in the pool."""
+
+    def build(self, pool: MemoryPool) -> None:
+        """Construct the model with all its memory in `pool`; weights are not valid yet."""
+        ...
+
+    def check_weights(self, folder: Path) -> None:
+        """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
+        ...
+
+    def load_weights(self, folder: Path) -> None:
+        """Fill parameters from a checkpoint folder, in place.
+
+        Raises:
+            ConfigError: the checkpoint does not fit; checked before a parameter is touched.
+        """
+        ...
+
+    def reset_buffers(self) -> None:
+        """Recompute buffers that no checkpoint has."""
+        ...
+
+    def kept_tensors(self) -> Sequence[torch.Tensor]:
+        """Pool tensors that no checkpoint has (buffers, scales)."""
+        ...
+
+    def execute(self, batch: Any) -> Any:
+        """Run one batch."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all that was started."""
+        ...

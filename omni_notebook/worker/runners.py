@@ -1,0 +1,24 @@
+"""Which runner runs a stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omni_notebook.config import StageConfig
+    from omni_notebook.worker.runner import Runner
+
+
+def make_runner(config: StageConfig) -> Runner:
+    """The runner for a stage's kind.
+
+    Raises:
+        ConfigError: the model folder does not fit the runner.
+    """
+    if config.kind == "ar":
+        from omni_notebook.worker.ar_runner import ArRunner  # noqa: PLC0415  (loads only what is used)
+
+        return ArRunner(config)
+    from omni_notebook.worker.diffusion_runner import DiffusionRunner  # noqa: PLC0415
+
+    return DiffusionRunner(config)

@@ -1,0 +1,87 @@
+"""One rank's weights: where they came from, which version they are, whether they can be had again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_notebook.errors import NeedsWeightsError, OmniError
+from omni_notebook.memory.base import WEIGHTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.worker.runner import Runner
+
+DIGEST_CHARS = 10
+
+
+class WeightsMismatchError(OmniError):
+    """Reloaded weights are not those that were loaded before."""
+
+    error_code = "CHECKSUM"
+
+
+class Weights:
+    """The books about one rank's weights.
+
+    `valid`: the mapped weights are whole. `lost`: a sleep discarded contents that no path reproduces.
+    """
+
+    def __init__(self, runner: Runner, pool: MemoryPool) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._source: Path | None = None
+        self.version = ""
+        self.valid = False
+        self.lost = False
+
+    def load(self, folder: Path, version: str | None) -> None:
+        """Load a checkpoint folder and remember its checksum; the default version is the checksum's start.
+
+        Raises:
+            ConfigError: the checkpoint does not fit; raised before a parameter is touched.
+        """
+        self._runner.check_weights(folder)
+        self.valid = False
+        self._runner.load_weights(folder)
+        digest = self._pool.record_checksum(WEIGHTS)
+        self._source = folder.resolve()
+        self.version = version or digest[:DIGEST_CHARS]
+        self.valid, self.lost = True, False
+
+    def reload(self) -> None:
+        """Load the last checkpoint again into mapped memory; `verify` tells whether it is the same.
+
+        Raises:
+            NeedsWeightsError: there is no path to load from.
+            ConfigError: the checkpoint is gone or does not fit.
+        """
+        if self._source is None:
+            msg = "no checkpoint path reproduces these weights; call load_weights(stage_id, source)"
+            raise NeedsWeightsError(msg)
+        self._runner.check_weights(self._source)
+        self._runner.load_weights(self._source)
+
+    def verify(self) -> None:
+        """Compare with the checksum taken at load.
+
+        Raises:
+            WeightsMismatchError: the contents differ.
+        """
+        if not self._pool.verify_checksum(WEIGHTS):
+            msg = (
+                f"the checkpoint {self._source} is not the one that was loaded (its checksum differs); put the old "
+                "file back and wake again, or call wake_up(reload=False) and load_weights(stage_id, source) to take it"
+            )
+            raise WeightsMismatchError(msg)
+
+    def why_unrecoverable(self, *, modified: bool) -> str | None:
+        """Why a level 2 could not be undone, or None if it can."""
+        if self._source is None:
+            return "the weights came from no checkpoint path"
+        if modified:
+            return f"the weights were changed in memory since {self._source} was loaded"
+        if not self._source.is_dir():
+            return f"the checkpoint {self._source} is gone"
+        return None

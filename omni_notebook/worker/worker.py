@@ -1,0 +1,175 @@
+"""One rank: a pool, a runner and its control orders.
+
+All methods are called by one thread, in order, but for `memory` and `cancel`, which any thread may call and which
+never wait.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_notebook.config import StageConfig
+from omni_notebook.memory.base import WEIGHTS
+from omni_notebook.memory.host import device_name, process_memory
+from omni_notebook.memory.platforms import create_pool
+from omni_notebook.protocol import RankId, RankStatus, SleepTask, WakeTask
+from omni_notebook.worker.ack import AckBuilder
+from omni_notebook.worker.ballast import Ballast
+from omni_notebook.worker.control import Control, WakeOutlook
+from omni_notebook.worker.runners import make_runner
+from omni_notebook.worker.weights import Weights
+
+if TYPE_CHECKING:
+    from omni_notebook.protocol import OmniACK
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is made from; `source` overrides the configured checkpoint (restart after load_weights)."""
+
+    where: RankId
+    config: StageConfig
+    source: str | None = None
+    version: str | None = None
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded worker says; `tags` are the bytes that its mappings span."""
+
+    pid: int
+    device: str
+    device_name: str
+    weight_version: str
+    tags: dict[str, int]
+
+
+class Worker:
+    """One rank's model and memory."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        config = spec.config
+        self._pool = create_pool(config.device, spill_dir=config.spill_dir, backup=config.backup)
+        self._runner = make_runner(config)
+        self._weights = Weights(self._runner, self._pool)
+        self._ballast = Ballast(self._pool, config.ballast_bytes)
+        self._device_name = device_name(self._pool.device)
+        acks = AckBuilder(spec.where, device=self._pool.device, device_name=self._device_name)
+        self._control = Control(
+            pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks
+        )
+
+    def load(self) -> LoadReport:
+        """Build the model in the pool, load its weights, start the background backup.
+
+        Raises:
+            ConfigError: the checkpoint does not fit.
+            OutOfMemoryError: no room for it.
+        """
+        self._runner.build(self._pool)
+        self._ballast.allocate()
+        self._ballast.fill()
+        self._pool.keep(WEIGHTS, self._runner.kept_tensors())
+        self._pool.set_checkpoint_restorer(self._restore_tag)
+        self._weights.load(Path(self._spec.source or self._spec.config.model), self._spec.version)
+        self._pool.write_ahead()
+        return LoadReport(
+            pid=os.getpid(),
+            device=self._pool.device,
+            device_name=self._device_name,
+            weight_version=self._weights.version,
+            tags={tag: info.span_bytes for tag, info in self._pool.tags().items()},
+        )
+
+    def _restore_tag(self, tag: str) -> None:
+        if tag == WEIGHTS:
+            self._weights.reload()
+            self._weights.verify()
+        else:
+            self._ballast.fill()
+
+    def shutdown(self) -> None:
+        """Give all memory back; idempotent."""
+        self._pool.close()
+
+    def execute(self, batch: Any) -> Any:
+        """Run one batch."""
+        return self._runner.execute(batch)
+
+    def barrier(self) -> None:
+        """Return once the device has finished all that was started before."""
+        self._runner.synchronize()
+
+    def ping(self) -> int:
+        """The process id: the worker's thread is free."""
+        return os.getpid()
+
+    def load_weights(self, source: str, version: str | None) -> str:
+        """Load a checkpoint folder into the mapped weights; the new weight version.
+
+        Raises:
+            ConfigError: the checkpoint does not fit; the old weights are untouched.
+        """
+        self._weights.load(Path(source), version)
+        self._pool.write_ahead()
+        return self._weights.version
+
+    def weights_valid(self) -> bool:
+        """Whether the mapped weights are whole."""
+        return self._weights.valid
+
+    # -------------------------------------------------------------------------- control orders
+
+    def prepare_sleep(self, task: SleepTask) -> None:
+        """See `Control.prepare_sleep`."""
+        self._control.prepare_sleep(task)
+
+    def commit_sleep(self, task_id: str) -> OmniACK:
+        """See `Control.commit_sleep`."""
+        return self._control.commit_sleep(task_id)
+
+    def abort_sleep(self, task_id: str) -> None:
+        """See `Control.abort_sleep`."""
+        self._control.abort_sleep(task_id)
+
+    def drop_backup(self, task: SleepTask) -> OmniACK:
+        """See `Control.drop_backup`."""
+        return self._control.drop_backup(task)
+
+    def prepare_wake(self, task: WakeTask) -> WakeOutlook:
+        """See `Control.prepare_wake`."""
+        return self._control.prepare_wake(task)
+
+    def commit_wake(self, task_id: str) -> OmniACK:
+        """See `Control.commit_wake`."""
+        return self._control.commit_wake(task_id)
+
+    def abort_wake(self, task_id: str) -> None:
+        """See `Control.abort_wake`."""
+        self._control.abort_wake(task_id)
+
+    def noop(self, task_id: str) -> OmniACK:
+        """See `Control.noop`."""
+        return self._control.noop(task_id)
+
+    # ------------------------------------------------------------------------ from any thread
+
+    def cancel(self, task_id: str) -> None:
+        """See `Control.cancel`."""
+        self._control.cancel(task_id)
+
+    def memory(self) -> RankStatus:
+        """This rank's memory, measured now."""
+        return RankStatus(
+            rank=self._spec.where.rank,
+            replica=self._spec.where.replica,
+            pid=os.getpid(),
+            device=self._pool.device,
+            alive=True,
+            tags=dict(self._pool.memory()),
+            host_backup_bytes=self._pool.host_backup_bytes(),
+            process_bytes=process_memory().rss_bytes,
+        )

@@ -55,8 +55,8 @@ class Engine(Protocol):
     async def restart(self, stage_id: int) -> None:
         """Start a stage's workers anew."""
 
-    async def abort(self, request_id: str) -> None:
-        """End a request."""
+    async def abort(self, request_id: str) -> bool:
+        """End a request; whether it was in progress."""
 
     def generate(
         self,

@@ -203,5 +203,6 @@ class Abort:
 
     def run(self, session: Session, args: argparse.Namespace) -> None:
         """Abort, and say so."""
-        session.call(session.engine.abort(args.request_id))
-        session.frontend.write(f"request {args.request_id} was aborted, if it had not ended\n")
+        ended = session.call(session.engine.abort(args.request_id))
+        what = "was aborted" if ended else "is not in progress: nothing was aborted"
+        session.frontend.write(f"request {args.request_id} {what}\n")

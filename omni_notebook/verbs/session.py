@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import OmniACK
+    from omni_notebook.protocol import OmniACK, StageStatus
     from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.frontend import Progress
 
@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 
 CANCEL_GRACE_S = 0.9
 _SETTLE_POLL_S = 0.02
+_NO_ENGINE = "no engine is running; %omni start starts the demo pipeline, %omni start FOLDER another model"
 
 
 class InterruptedVerb(KeyboardInterrupt):
@@ -62,8 +63,7 @@ class Session:
         """
         engine = self.running
         if engine is None:
-            msg = "no engine is running; %omni start starts the demo pipeline, %omni start FOLDER another model"
-            raise EngineClosedError(msg)
+            raise EngineClosedError(_NO_ENGINE)
         return engine
 
     def use(self, engine: Engine | None) -> None:
@@ -81,11 +81,16 @@ class Session:
         """Run an engine's coroutine and wait for it; `stages` are those that an interrupt reports on (None = all).
 
         Raises:
+            EngineClosedError: there is no engine.
             InterruptedVerb: Ctrl-C; the coroutine was cancelled and had a second to come to rest.
         """
+        engine = self.running
+        if engine is None:
+            coroutine.close()
+            raise EngineClosedError(_NO_ENGINE)
         future: Future[_T] | None = None
         try:
-            future = self.engine.submit(coroutine)
+            future = engine.submit(coroutine)
             return self.frontend.wait(future, gauge, tick)
         except KeyboardInterrupt:
             if future is not None:
@@ -100,7 +105,7 @@ class Session:
             picked = self._picked(stages)
         return f"interrupted and cancelled; now {hints.describe(picked) or 'no engine is running'}"
 
-    def _picked(self, stages: Sequence[int] | None) -> list[Any]:
+    def _picked(self, stages: Sequence[int] | None) -> list[StageStatus]:
         engine = self.running
         return [] if engine is None else hints.pick(engine.status(), stages)
 

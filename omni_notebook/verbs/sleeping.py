@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import SleepError, WakeError
 from omni_notebook.verbs.gauges import MemoryGauge
 from omni_notebook.verbs.parsing import TAG, VerbParser, add_mode, add_order, add_stages, ids
 from omni_notebook.verbs.registry import verb
+from omni_notebook.verbs.session import InterruptedVerb
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Coroutine
 
     from omni_notebook.protocol import OmniACK
     from omni_notebook.verbs.session import Session
@@ -43,12 +45,7 @@ class Sleep:
         """The ACKs; they are kept before a failure is raised."""
         engine, stages = session.engine, ids(args.stages)
         order = engine.sleep(stages, args.level, args.mode, args.timeout, discard=args.discard)
-        try:
-            acks = session.call(order, stages=stages, gauge=MemoryGauge(engine, stages, falling=True))
-        except SleepError as error:
-            session.keep(error.acks, args.out)
-            raise
-        return session.keep(acks, args.out)
+        return _carry_out(session, order, args, MemoryGauge(engine, stages, falling=True))
 
 
 @verb
@@ -72,9 +69,19 @@ class Wake:
         """The ACKs; they are kept before a failure is raised."""
         engine, stages = session.engine, ids(args.stages)
         order = engine.wake_up(stages, args.tags, not args.no_reload, args.timeout)
-        try:
-            acks = session.call(order, stages=stages, gauge=MemoryGauge(engine, stages, falling=False))
-        except WakeError as error:
-            session.keep(error.acks, args.out)
-            raise
-        return session.keep(acks, args.out)
+        return _carry_out(session, order, args, MemoryGauge(engine, stages, falling=False))
+
+
+def _carry_out(
+    session: Session, order: Coroutine[Any, Any, list[OmniACK]], args: argparse.Namespace, gauge: MemoryGauge
+) -> list[OmniACK]:
+    """Wait for the ranks; what they answered is kept also when it is a failure, and nothing when nobody listened."""
+    try:
+        acks = session.call(order, stages=ids(args.stages), gauge=gauge)
+    except (SleepError, WakeError) as error:
+        session.keep(error.acks, args.out)
+        raise
+    except InterruptedVerb:
+        session.keep([], args.out)
+        raise
+    return session.keep(acks, args.out)

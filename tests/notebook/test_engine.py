@@ -1,0 +1,140 @@
+"""The magic on the real engine, in a real shell of this process."""
+
+import pytest
+
+from omni_notebook import AsyncOmni
+from omni_notebook.errors import AsleepError, PausedError
+from omni_notebook.notebook.results import AckList
+from omni_notebook.protocol import MIB
+from omni_notebook.verbs.session import session
+
+
+@pytest.fixture
+def engine(cell):
+    result, shown = cell("engine = %omni start --ballast 32MiB\nengine")
+    assert result.success, shown
+    return session().engine
+
+
+def ok(cell, code):
+    result, shown = cell(code)
+    assert result.success, shown
+    return result.result
+
+
+def test_start_returns_the_engine_and_shows_its_status(shell, cell, engine):
+    assert isinstance(shell.user_ns["engine"], AsyncOmni)
+    data, _ = shell.display_formatter.format(engine)
+    for part in ("thinker", "painter", "AWAKE", "ballast (filler, no model)"):
+        assert part in data["text/plain"]
+
+
+def test_a_second_start_refuses_and_replace_replaces(cell, engine):
+    result, shown = cell("%omni start")
+    assert not result.success
+    assert "--replace" in shown
+    assert session().engine is engine
+    new = ok(cell, "%omni start --replace")
+    assert session().engine is new
+    assert engine.status().closed
+
+
+def test_a_wrong_replacement_does_not_cost_the_engine_that_runs(cell, engine):
+    result, _ = cell("%omni start no/such/folder --replace")
+    assert not result.success
+    assert session().engine is engine
+    assert not engine.status().closed
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_answers_with_a_list_of_every_rank(shell, cell, engine, level):
+    acks = ok(cell, f"%omni sleep --level {level} --out kept")
+    assert isinstance(acks, AckList)
+    assert shell.user_ns["kept"] is acks
+    assert session().acks is acks
+    assert [(ack.stage_id, ack.ok, ack.metadata["level"]) for ack in acks] == [(0, True, level), (1, True, level)]
+    assert all(ack.freed_bytes > 32 * MIB for ack in acks)
+    woken = ok(cell, "%omni wake")
+    assert all(ack.ok and ack.metadata["mapped_bytes"] > 32 * MIB for ack in woken)
+
+
+def test_the_same_seed_gives_the_same_picture_after_a_level_2_sleep(cell, engine):
+    code = "%%omni generate --seed 42 --steps 3\na red star above a blue circle"
+    before = ok(cell, code)
+    ok(cell, "%omni sleep --level 2")
+    ok(cell, "%omni wake")
+    after = ok(cell, code)
+    assert before.images[0].tobytes() == after.images[0].tobytes()
+    assert (before.seed, before.steps, before.text) == (42, 3, after.text)
+    assert before.text
+
+
+def test_text_only_needs_no_awake_image_stage(cell, engine):
+    ok(cell, "%omni sleep 1")
+    made = ok(cell, "%omni generate a red star --text-only --out made")
+    assert made.text
+    assert made.images == []
+
+
+def test_generate_while_asleep_is_refused_at_once_and_names_wake(cell, engine):
+    ok(cell, "%omni sleep 0")
+    result, shown = cell("%omni generate a red star")
+    assert isinstance(result.error_in_exec, AsleepError)
+    assert len(shown.splitlines()) == 1
+    assert "wake" in shown
+
+
+def test_pause_closes_admission_and_resume_opens_it(cell, engine):
+    _, shown = cell("%omni pause 1")
+    assert "admission is closed" in shown
+    assert "%omni resume 1" in shown
+    result, _ = cell("%omni generate a red star")
+    assert isinstance(result.error_in_exec, PausedError)
+    _, shown = cell("%omni resume")
+    assert shown == "admission is open\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "%omni sleep 9",
+        "%omni wake --tags nonsense",
+        "%omni restart 9",
+        "%omni generate a star --steps 100000",
+        "%omni generate a star --seed -1",
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_changes_nothing(cell, engine, code):
+    before = [(stage.state, stage.pause_state) for stage in engine.status().stages]
+    result, shown = cell(code)
+    assert not result.success
+    assert len(shown.splitlines()) == 1
+    assert [(stage.state, stage.pause_state) for stage in engine.status().stages] == before
+
+
+def test_wake_by_tags_leaves_a_partly_awake_stage(cell, engine):
+    ok(cell, "%omni sleep 0")
+    ok(cell, "%omni wake 0 --tags weights")
+    _, shown = cell("%omni")
+    assert "PARTLY_AWAKE (weights awake)" in shown
+    ok(cell, "%omni wake 0")
+
+
+def test_restart_brings_a_stage_back(cell, engine):
+    _, shown = cell("%omni restart 1")
+    assert "stage 1 (painter) is AWAKE" in shown
+
+
+def test_stop_gives_everything_back_and_start_works_again(cell, engine):
+    _, shown = cell("%omni stop")
+    assert "was stopped" in shown
+    assert engine.status().closed
+    assert session().running is None
+    ok(cell, "%omni start")
+
+
+def test_an_engine_that_was_shut_down_by_hand_does_not_block_start(cell, engine):
+    engine.shutdown()
+    _, shown = cell("%omni")
+    assert "no engine is running" in shown
+    ok(cell, "%omni start")

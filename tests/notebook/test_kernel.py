@@ -1,0 +1,174 @@
+"""A real kernel, spoken to as a notebook does."""
+
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+START = "%load_ext omni_notebook\nengine = %omni start"
+HOLD = """
+async def paint():
+    async for out in engine.generate("a red star", sampling_params={"num_inference_steps": 1000, "seed": 1}):
+        pass
+import time
+request = engine.submit(paint())
+while not any(stage.running and stage.stage_id == 1 for stage in engine.status().stages):
+    time.sleep(0.02)
+"""
+
+
+@dataclass
+class Reply:
+    status: str
+    text: str = ""
+    error: list[str] = field(default_factory=list)
+    shown: list[dict] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Kernel:
+    def __init__(self):
+        self.manager, self.client = start_new_kernel(kernel_name="python3", startup_timeout=60)
+
+    def run(self, code, interrupt_when=None, timeout=60):
+        """Execute; `interrupt_when` is seconds after which the kernel is interrupted."""
+        reply = Reply("")
+        timer = None
+        if interrupt_when is not None:
+            timer = threading.Timer(interrupt_when, self.manager.interrupt_kernel)
+            timer.start()
+        begin = time.monotonic()
+        got = self.client.execute_interactive(
+            code, timeout=timeout, allow_stdin=False, output_hook=lambda message: self.note(message, reply)
+        )
+        reply.seconds = time.monotonic() - begin - (interrupt_when or 0.0)
+        if timer is not None:
+            timer.join()
+        reply.status = got["content"]["status"]
+        return reply
+
+    @staticmethod
+    def note(message, reply):
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            reply.text += content["text"]
+        elif message["msg_type"] == "error":
+            reply.error += content["traceback"]
+        elif "data" in content:
+            reply.shown.append(content["data"])
+
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    kernel = Kernel()
+    started = kernel.run(START)
+    assert (started.status, started.error) == ("ok", [])
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture(autouse=True)
+def _awake(request):
+    """Whatever a test did, the next one finds the stages awake and open."""
+    yield
+    kernel = request.getfixturevalue("kernel")
+    kernel.run("%omni wake\n%omni resume")
+
+
+def test_a_cell_sleeps_and_wakes_a_stage(kernel):
+    asleep = kernel.run("%omni sleep 0 --level 2 --out acks")
+    assert asleep.status == "ok"
+    data = asleep.shown[-1]
+    assert {"text/plain", "text/html", "image/png"} <= set(data)
+    assert "✓ SUCCESS" in data["text/plain"]
+    said = kernel.run("print(acks[0].freed_bytes > 0, acks[0].ok, engine.status().stages[0].state)")
+    assert said.text == "True True ASLEEP\n"
+    assert kernel.run("%omni wake 0").status == "ok"
+    assert kernel.run("print(engine.status().stages[0].state)").text == "AWAKE\n"
+
+
+def test_a_prompt_in_a_cell_gives_text_and_a_picture(kernel):
+    made = kernel.run("%%omni generate --seed 42 --steps 4\na red star above a blue circle")
+    assert made.status == "ok"
+    assert re.search(r"seed 42 · 4 steps · guidance 2 · \d+\.\d\d s\n$", made.text)
+    assert "image/png" in made.shown[-1]
+
+
+def test_an_interrupt_ends_a_waiting_sleep_and_names_the_state(kernel):
+    kernel.run(HOLD)
+    broken = kernel.run("%omni sleep 1 --mode wait", interrupt_when=0.7)
+    assert broken.status == "error"
+    assert len(broken.error) == 1
+    assert "interrupted" in broken.error[0]
+    assert "stage 1 (painter) is AWAKE" in broken.error[0]
+    assert broken.seconds < 2.0
+    assert kernel.run("request.cancel()\nprint(engine.status().stages[1].state)").text == "AWAKE\n"
+
+
+def test_an_interrupt_ends_a_generate(kernel):
+    broken = kernel.run("%%omni generate --steps 1000\na red star", interrupt_when=1.5)
+    assert broken.status == "error"
+    assert len(broken.error) == 1
+    assert "\n" not in broken.error[0]
+    assert broken.seconds < 2.0
+    assert kernel.run("%%omni generate --steps 2\na red star").status == "ok"
+
+
+def test_an_interrupt_works_in_a_cell_that_also_awaits(kernel):
+    kernel.run(HOLD)
+    code = "import asyncio\nawait asyncio.sleep(0)\n%omni sleep 1 --mode wait"
+    broken = kernel.run(code, interrupt_when=0.7)
+    assert broken.status == "error"
+    assert "stage 1 (painter) is AWAKE" in broken.error[0]
+    kernel.run("request.cancel()")
+
+
+def test_an_awaited_sleep_works_beside_the_magic(kernel):
+    said = kernel.run("acks = await engine.sleep([0], level=1)\nprint(acks[0].ok)\n%omni wake 0")
+    assert said.status == "ok"
+    assert said.text.startswith("True\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("%omni sl", ["sleep"]),
+        ("%omni sleep ", ["0", "1"]),
+        ("%omni wake 0 --tags we", ["weights"]),
+        ("x = 1\nacks = %omni sleep 0 --level ", ["1", "2"]),
+        ("%%omni generate --gui", ["--guidance"]),
+    ],
+)
+def test_complete_request_knows_the_magic(kernel, code, expected):
+    content = kernel.client.complete(code, reply=True, timeout=30)["content"]
+    matches = [match for match in content["matches"] if not match.startswith("--") or expected[0].startswith("--")]
+    assert matches == expected
+    assert code[: content["cursor_start"]] + matches[0] == code[: content["cursor_start"]] + expected[0]
+
+
+def test_reloading_the_extension_keeps_the_engine(kernel):
+    said = kernel.run("%reload_ext omni_notebook\nimport omni_notebook as omni\nprint(omni.current() is engine)")
+    assert said.text == "True\n"
+    assert kernel.run("%omni").status == "ok"
+
+
+def test_a_second_start_is_refused_and_names_replace(kernel):
+    refused = kernel.run("%omni start")
+    assert refused.status == "error"
+    assert len(refused.error) == 1
+    assert "--replace" in refused.error[0]
+
+
+def test_a_mistake_stops_a_run_of_all_cells(kernel):
+    refused = kernel.run("%omni sleep 7")
+    assert refused.status == "error"
+    assert len(refused.error) == 1
+    assert "7" in refused.error[0]

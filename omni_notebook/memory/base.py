@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from omni_notebook.protocol import TagMemory
+from omni_notebook.errors import OmniError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -24,11 +24,31 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from omni_notebook.protocol import TagMemory
+
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 BALLAST = "ballast"
 
 Scope = Literal["mapping", "process", "device"]
+
+
+class TransitionOrderError(OmniError):
+    """A pool was told to take a step that its tags' states do not allow; nothing changed."""
+
+    error_code = "WRONG_ORDER"
+
+
+class TransitionCancelledError(OmniError):
+    """A transition stopped because its `cancelled()` said so, or the pool was closed; memory is as before it."""
+
+    error_code = "CANCELLED"
+
+
+class BackupError(OmniError):
+    """A backup does not hold what it must (cut short, or a checkpoint with other contents); tags stay as they were."""
+
+    error_code = "BACKUP"
 
 
 class TagInfo(msgspec.Struct, frozen=True):
@@ -100,6 +120,7 @@ class MemoryPool(Protocol):
 
     platform: str
     device: str
+    device_name: str
 
     def adopt(self, module: nn.Module, tag: str = WEIGHTS) -> None:
         """Move a module's parameters and buffers (persistent or not, meta ones as uninitialised) into the pool.
@@ -173,6 +194,10 @@ class MemoryPool(Protocol):
         """Sleeping tags lose their backup but for kept tensors (level 1 → 2); host bytes given back, measured."""
         ...
 
+    def modified_in_backup(self, tag: str = WEIGHTS) -> bool:
+        """Whether a sleeping tag's backup differs from the recorded checksum (a level 2 would lose the difference)."""
+        ...
+
     def map(self, tags: Collection[str] | None = None) -> MapReport:
         """Make sleeping tags' pages physically there again, zeroed, at the same addresses.
 
@@ -183,6 +208,14 @@ class MemoryPool(Protocol):
 
     def restore(self, tags: Collection[str] | None = None) -> RestoreReport:
         """Copy backups (or kept tensors after a level 2) into the mapped tags."""
+        ...
+
+    def set_checkpoint_restorer(self, restorer: Callable[[str], None] | None) -> None:
+        """Who refills a tag from its checkpoint, for pools that keep no copy of unmodified weights."""
+        ...
+
+    def map_restore(self, tags: Collection[str] | None = None) -> tuple[MapReport, RestoreReport]:
+        """`map` and `restore` overlapped; on an error nothing is mapped."""
         ...
 
     def commit_wake(self) -> None:

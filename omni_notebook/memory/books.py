@@ -1,0 +1,159 @@
+"""A pool's books: tags, their segments and where each tag is between awake and asleep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from omni_notebook.errors import ArgumentError
+from omni_notebook.memory.arena import CHUNK, Chunk
+from omni_notebook.memory.base import TransitionOrderError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from omni_notebook.memory.arena import Segment
+    from omni_notebook.memory.content import Content
+
+
+class TagState(StrEnum):
+    """AWAKE → PREPARED → ASLEEP → MAPPED → AWAKE."""
+
+    AWAKE = "awake"
+    PREPARED = "prepared for sleep"
+    ASLEEP = "asleep"
+    MAPPED = "mapped, its wake not committed"
+
+
+class Kept(NamedTuple):
+    """A byte range of a segment whose contents every level keeps."""
+
+    content: Content
+    offset: int
+    n_bytes: int
+
+    def read(self) -> bytes:
+        """Its bytes, from memory."""
+        return bytes(self.content.segment.view[self.offset : self.offset + self.n_bytes])
+
+    def write(self, data: bytes) -> None:
+        """Put its bytes back."""
+        self.content.segment.view[self.offset : self.offset + self.n_bytes] = data
+
+    def read_backup(self) -> bytes:
+        """Its bytes, from the spill."""
+        spill, segment = self.content.spill, self.content.segment
+        data = bytearray()
+        first, last = self.offset // CHUNK, (self.offset + self.n_bytes - 1) // CHUNK
+        for index in range(first, last + 1):
+            chunk = Chunk(segment, index)
+            buffer = bytearray(len(chunk.used))
+            if spill is not None:
+                spill.read(chunk, memoryview(buffer))
+            data += buffer
+        start = self.offset - first * CHUNK
+        return bytes(data[start : start + self.n_bytes])
+
+
+@dataclass(eq=False)
+class Tag:
+    """One tag; `backup`: what a level-1 or level-2 sleep left to restore from."""
+
+    name: str
+    recomputable: bool
+    contents: list[Content] = field(default_factory=list)
+    state: TagState = TagState.AWAKE
+    level: int = 0
+    backup: str | None = None
+    restored: bool = False
+    kept: list[Kept] = field(default_factory=list)
+    kept_data: list[bytes] = field(default_factory=list)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Its segments."""
+        return [content.segment for content in tuple(self.contents)]
+
+    @property
+    def span_bytes(self) -> int:
+        """What its mappings span."""
+        return sum(segment.span_bytes for segment in self.segments)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of that, tensors."""
+        return sum(segment.used_bytes for segment in self.segments)
+
+    def resident_bytes(self) -> int:
+        """What of it is physically there, measured."""
+        return sum(segment.resident_bytes() for segment in self.segments)
+
+    def needs_reload(self) -> bool:
+        """Whether after `restore` the caller must still fill it."""
+        return not self.recomputable and self.backup not in {"spill", "checkpoint"}
+
+    def needs_restore(self) -> bool:
+        """Whether a backup waits to be copied back."""
+        return not self.restored and (self.backup is not None or bool(self.kept_data))
+
+
+class Books(dict[str, Tag]):
+    """The tags by name, and who may take which step."""
+
+    def in_state(self, *states: TagState) -> list[Tag]:
+        """Tags in one of the states."""
+        return [tag for tag in tuple(self.values()) if tag.state in states]
+
+    def named(self, names: Collection[str]) -> list[Tag]:
+        """The named tags.
+
+        Raises:
+            ArgumentError: a name is unknown, or none is given.
+        """
+        if isinstance(names, str) or not names:
+            msg = f"tags={names!r}: give a collection of at least one tag; known are: {self._known()}"
+            raise ArgumentError(msg)
+        for name in names:
+            if name not in self:
+                msg = f"unknown tag {name!r}; known are: {self._known()}; nothing changed"
+                raise ArgumentError(msg)
+        return [self[name] for name in dict.fromkeys(names)]
+
+    def _known(self) -> str:
+        return ", ".join(self) or "none yet"
+
+    def select(self, names: Collection[str] | None, state: TagState, step: str) -> list[Tag]:
+        """The named tags, or all in `state`.
+
+        Raises:
+            ArgumentError: a name is unknown.
+            TransitionOrderError: a named tag is in another state, or no tag is in it.
+        """
+        chosen = self.in_state(state) if names is None else self.named(names)
+        for tag in chosen:
+            if tag.state is not state:
+                msg = f"{step}: tag {tag.name!r} is {tag.state}, it must be {state}; nothing changed"
+                raise TransitionOrderError(msg)
+        if not chosen:
+            msg = f"{step}: no tag is {state} ({self._states()}); nothing changed"
+            raise TransitionOrderError(msg)
+        return chosen
+
+    def require_none(self, state: TagState, step: str) -> None:
+        """Refuse while a tag is in `state`.
+
+        Raises:
+            TransitionOrderError: one is.
+        """
+        if self.in_state(state):
+            msg = f"{step}: another transition is not finished ({self._states()}); nothing changed"
+            raise TransitionOrderError(msg)
+
+    def _states(self) -> str:
+        return ", ".join(f"{tag.name}: {tag.state}" for tag in self.values()) or "the pool is empty"
+
+    def contents(self) -> Iterator[Content]:
+        """All contents of all tags."""
+        for tag in tuple(self.values()):
+            yield from tuple(tag.contents)

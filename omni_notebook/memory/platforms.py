@@ -1,0 +1,90 @@
+"""Which platforms have a memory pool here, and why others have none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from omni_notebook.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.memory.cpu import Backup
+
+_LINUX_LEAST = (5, 14)  # MADV_POPULATE_WRITE
+_LATER = ("cuda", "rocm", "xpu", "npu")
+
+
+class PlatformInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One platform: whether a pool can be made, and why not, or how it measures."""
+
+    platform: str
+    supported: bool
+    reason: str
+
+
+def _why_no_cpu() -> str | None:
+    if not sys.platform.startswith("linux"):
+        return f"the cpu platform needs Linux (this is {sys.platform}); use a Linux machine, WSL2 or a remote engine"
+    release = linux_release()
+    if release < _LINUX_LEAST:
+        return f"the cpu platform needs Linux 5.14 or newer (this is {release[0]}.{release[1]})"
+    return None
+
+
+def linux_release() -> tuple[int, int]:
+    """The kernel's version, as (major, minor)."""
+    major, minor, *_ = os.uname().release.split(".")
+    digits = "".join(char for char in minor if char.isdigit())
+    return int(major), int(digits or 0)
+
+
+def _describe_cpu() -> PlatformInfo:
+    reason = _why_no_cpu()
+    if reason is not None:
+        return PlatformInfo(platform="cpu", supported=False, reason=reason)
+    from omni_notebook.memory.residency import has_pagemap_scan  # noqa: PLC0415 - only Linux has what it loads
+    from omni_notebook.memory.tracking import why_not_tracked  # noqa: PLC0415
+
+    measured = "PAGEMAP_SCAN" if has_pagemap_scan() else "smaps"
+    untracked = why_not_tracked()
+    tracked = "userfaultfd" if untracked is None else f"checksums ({untracked})"
+    how = f"residency by {measured}, unchanged weights by {tracked}"
+    return PlatformInfo(platform="cpu", supported=True, reason=how)
+
+
+def describe_platforms() -> list[PlatformInfo]:
+    """Every platform that this project knows, as it stands on this machine."""
+    later = [
+        PlatformInfo(platform=name, supported=False, reason=f"this version has no {name} memory pool yet")
+        for name in _LATER
+    ]
+    return [_describe_cpu(), *later]
+
+
+def create_pool(
+    device: str, *, spill_dir: str | None = None, backup: Backup = "spill", enable_sleep_mode: bool = True
+) -> MemoryPool:
+    """A pool for `device` ("cpu").
+
+    Raises:
+        UnsupportedError: another device, a kernel that is too old, or sleep mode is off; says which.
+        ArgumentError: `backup` is unknown.
+    """
+    if not enable_sleep_mode:
+        msg = "enable_sleep_mode=False: there is no pool to put to sleep; start the engine with enable_sleep_mode=True"
+        raise UnsupportedError(msg)
+    platform = device.partition(":")[0]
+    known = {info.platform: info for info in describe_platforms()}
+    if platform not in known:
+        msg = f"device {device!r} is unknown; known are: {', '.join(known)}"
+        raise UnsupportedError(msg)
+    if not known[platform].supported:
+        msg = f"device {device!r}: {known[platform].reason}; use device='cpu'"
+        raise UnsupportedError(msg)
+    from omni_notebook.memory.cpu import CpuPool  # noqa: PLC0415 - loads torch
+
+    return CpuPool(spill_dir, backup)

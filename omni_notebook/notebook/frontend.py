@@ -75,7 +75,7 @@ class ProgressBar:
         self._next = time.monotonic() + _UPDATE_S
         progress = self._gauge()
         if self._bar is None:
-            self._bar = _new_bar()
+            self._bar = _new_bar(progress.label)
         self._bar.set_description_str(progress.label, refresh=False)
         self._bar.n = round(100 * (progress.fraction or 0.0))
         self._bar.refresh()
@@ -87,12 +87,12 @@ class ProgressBar:
             self._bar = None
 
 
-def _new_bar() -> Any:
+def _new_bar(label: str) -> Any:
     from tqdm.auto import tqdm  # noqa: PLC0415  (loaded when used)
 
     # A subclass without the monitor: tqdm's own thread would draw from a thread.
     quiet = type("Bar", (tqdm,), {"monitor_interval": 0})
-    return quiet(total=100, leave=False, bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}")
+    return quiet(desc=label, total=100, leave=False, bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}")
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def _words(session: Session, before: list[str], fragment: str) -> list[str]:
     if found is None:
         return []
     parser = parser_for(found)
-    options = [option for option in parser.options() if option not in before]
+    options = [option for option in parser.options() if option.startswith("--") and option not in before]
     if fragment.startswith("-"):
         return options
     open_option = _open_option(parser, before[1:])

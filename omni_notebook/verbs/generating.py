@@ -183,8 +183,8 @@ def _generation(prompt: str, request_id: str, stream: _Stream) -> Generation:
         images=stream.images,
         output=stream.last,
         seed=metrics.get("seed"),
-        steps=metrics.get("steps") if drawn else None,
-        guidance=metrics.get("guidance") if drawn else None,
+        steps=metrics.get("num_inference_steps") if drawn else None,
+        guidance=metrics.get("guidance_scale") if drawn else None,
     )
 
 

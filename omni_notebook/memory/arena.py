@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,6 +59,11 @@ class Chunk:
         libc.advise(self.segment.address + self.offset, CHUNK, libc.MADV_POPULATE_WRITE)
 
 
+def _unmap(base: int, n_bytes: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # a forked child has not got the mapping, and may have others there
+        libc.unmap(base, n_bytes)
+
+
 class Segment:
     """`used_bytes` of tensors in whole 2 MiB chunks (`span_bytes`), zeroed and physically there.
 
@@ -75,7 +81,7 @@ class Segment:
             raise no_memory(self.span_bytes, error) from error
         self.address = round_up(base + 1, CHUNK)
         self._array = (ctypes.c_char * self.span_bytes).from_address(self.address)
-        weakref.finalize(self._array, libc.unmap, base, reserved).atexit = False
+        weakref.finalize(self._array, _unmap, base, reserved, os.getpid()).atexit = False
         self.view = memoryview(self._array).cast("B")
         try:
             libc.protect(self.address, self.span_bytes, libc.PROT_READ | libc.PROT_WRITE)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.arena import CHUNK, Chunk
-from omni_notebook.memory.base import TransitionOrderError
+from omni_notebook.memory.base import TransitionCancelledError, TransitionOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -56,6 +56,11 @@ class Kept(NamedTuple):
         return bytes(data[start : start + self.n_bytes])
 
 
+def sleep_cancelled() -> TransitionCancelledError:
+    """The error of a sleep that stopped between two chunks."""
+    return TransitionCancelledError("the sleep was cancelled; memory is as before it")
+
+
 @dataclass(eq=False)
 class Tag:
     """One tag; `backup`: what a level-1 or level-2 sleep left to restore from."""
@@ -88,6 +93,41 @@ class Tag:
     def resident_bytes(self) -> int:
         """What of it is physically there, measured."""
         return sum(segment.resident_bytes() for segment in self.segments)
+
+    def prepare(self, level: int, backup: str | None) -> None:
+        """AWAKE → PREPARED; a spill holds kept tensors too, otherwise they are copied to the host now."""
+        self.kept_data = [] if backup == "spill" else [kept.read() for kept in self.kept]
+        self.state, self.level, self.backup, self.restored = TagState.PREPARED, level, backup, False
+
+    def fall_asleep(self) -> None:
+        """PREPARED → ASLEEP; what no wake will read is given up."""
+        self.state = TagState.ASLEEP
+        if self.backup == "checkpoint":
+            for content in self.contents:
+                content.drop_spill()
+        elif self.backup != "spill":
+            self._forget()
+
+    def drop_backup(self) -> None:
+        """Level 1 → 2; kept tensors move to the host."""
+        if self.backup == "spill":
+            self.kept_data = [kept.read_backup() for kept in self.kept]
+        self.level, self.backup = 2, "host" if self.kept_data else None
+        self._forget()
+
+    def _forget(self) -> None:
+        for content in self.contents:
+            content.forget()
+
+    def wake(self) -> None:
+        """Awake, whatever it was; the spill stays for the next sleep."""
+        self.state, self.level, self.backup, self.kept_data = TagState.AWAKE, 0, None, []
+
+    def write_kept(self) -> int:
+        """Put kept tensors back from the host; bytes written."""
+        for kept, data in zip(self.kept, self.kept_data, strict=False):
+            kept.write(data)
+        return sum(map(len, self.kept_data))
 
     def needs_reload(self) -> bool:
         """Whether after `restore` the caller must still fill it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ class Content:
         self.held_sums = empty_sums(self.segment)
 
     def _observe(self) -> None:
-        written = self._tracker.take_written(self.segment)
+        try:
+            written = self._tracker.take_written(self.segment)
+        except OSError:  # tracking was taken from us: everything may have been written
+            written = ~no_flags(self.segment)
         self.stale |= written
         self.changed |= written
 
@@ -87,9 +91,14 @@ class Content:
             self._observe()
             self.changed[:] = False
 
+    def mark_changed(self) -> None:
+        """The contents differ from the recorded checksum."""
+        with self._lock:
+            self.changed[:] = True
+
     def rearm(self) -> None:
         """What was written since the last look came from the backup: it is not a change."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._tracker.take_written(self.segment)
 
     def is_held(self) -> bool:

@@ -67,13 +67,13 @@ def protect(address: int, n_bytes: int, protection: int) -> None:
 
 
 def advise(address: int, n_bytes: int, advice: int) -> None:
-    """Tells the kernel what a page-aligned range is for. Source: madvise(2)."""
+    """Tell the kernel what a page-aligned range is for. Source: madvise(2)."""
     if _libc.madvise(address, n_bytes, advice):
         raise _failed("madvise")  # noqa: EM101 - the name of the call
 
 
 def ioctl(fd: int, request: int, argument: ctypes.Array[ctypes.c_uint64]) -> int:
-    """ioctl(2) with an array of 64-bit words as the kernel's structure (read and written)."""
+    """Ask a file's driver, with an array of 64-bit words as its structure (read and written). Source: ioctl(2)."""
     result: int = _libc.ioctl(fd, request, ctypes.addressof(argument))
     if result < 0:
         raise _failed("ioctl")  # noqa: EM101 - the name of the call
@@ -81,7 +81,7 @@ def ioctl(fd: int, request: int, argument: ctypes.Array[ctypes.c_uint64]) -> int
 
 
 def userfaultfd(flags: int) -> int:
-    """A new userfaultfd(2), as a file descriptor.
+    """A file descriptor that page faults are managed through. Source: userfaultfd(2).
 
     Raises:
         OSError: ENOSYS or EPERM where the kernel or a sandbox does not allow it.

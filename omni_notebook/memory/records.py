@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from omni_notebook.memory.base import TransitionCancelledError, TransitionOrderError
+from omni_notebook.memory.base import TransitionOrderError
+from omni_notebook.memory.books import sleep_cancelled
 from omni_notebook.memory.checksum import digest, sum_bytes, sum_segments
 from omni_notebook.memory.lanes import run_lanes
 
@@ -47,8 +48,14 @@ class ChecksumRecords:
         if tables is None:
             msg = f"no checksum of {tag.name!r} was recorded; call record_checksum after loading"
             raise TransitionOrderError(msg)
+        for content in tag.contents:
+            content.mark_recorded()
         now = sum_segments(tag.segments, lanes=self._lanes)
-        return list(now) == list(tables) and all(np.array_equal(now[key], tables[key]) for key in now)
+        equal = list(now) == list(tables) and all(np.array_equal(now[key], tables[key]) for key in now)
+        if not equal:
+            for content in tag.contents:
+                content.mark_changed()
+        return equal
 
     def modified_in_spill(self, tag: Tag) -> bool:
         """Whether a sleeping tag's spill differs from the record; without a record it does."""
@@ -81,6 +88,5 @@ class ChecksumRecords:
 
         suspects = [chunk for content in tag.contents for chunk in content.peek_changed()]
         if not run_lanes(suspects, work, lanes=self._lanes, stop=lambda: bool(differing) or stop()) and not differing:
-            msg = "the sleep was cancelled; memory is as before it"
-            raise TransitionCancelledError(msg)
+            raise sleep_cancelled()
         return bool(differing)

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,9 +35,13 @@ def _unnamed_file(folder: str) -> int:
     return fd
 
 
-def _close_all(fds: list[int]) -> None:
+def _close_all(fds: list[int], owner_pid: int) -> None:
+    """Close the files; emptied first, so that a forked child that still has them open keeps no room taken."""
     while fds:
-        os.close(fds.pop())
+        fd = fds.pop()
+        if os.getpid() == owner_pid:
+            os.ftruncate(fd, 0)
+        os.close(fd)
 
 
 class Spill:
@@ -50,7 +55,9 @@ class Spill:
     def __init__(self, folder: str, segment: Segment, lanes: int) -> None:
         self.folder = folder
         self._fds: list[int] = []
-        self.close = weakref.finalize(self, _close_all, self._fds)
+        self._finalizer = weakref.finalize(self, _close_all, self._fds, os.getpid())
+        self._finalizer.atexit = False
+        self._lock = threading.Lock()
         try:
             for lane in range(lanes):
                 self._fds.append(_unnamed_file(folder))
@@ -62,6 +69,11 @@ class Spill:
             if error.errno in _NO_ROOM:
                 raise no_room(folder, segment.used_bytes, error) from error
             raise
+
+    def close(self) -> None:
+        """Give the room back; idempotent."""
+        with self._lock:
+            self._finalizer()
 
     def _place(self, chunk: Chunk) -> tuple[int, int]:
         lanes = len(self._fds)
@@ -95,8 +107,9 @@ class Spill:
             done += count
 
     def occupied_bytes(self) -> int:
-        """What the files take of the file system now."""
-        return sum(os.fstat(fd).st_blocks * 512 for fd in tuple(self._fds))
+        """What the files take of the file system now; any thread may ask."""
+        with self._lock:
+            return sum(os.fstat(fd).st_blocks * 512 for fd in self._fds)
 
 
 def no_room(folder: str, needed_bytes: int, cause: OSError | None = None) -> OutOfMemoryError:

@@ -1,0 +1,86 @@
+"""Taking tensors into a pool: adopted modules, empty tensors, and which contents every level keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from omni_notebook.errors import ArgumentError
+from omni_notebook.memory.adoption import Adoption
+from omni_notebook.memory.arena import Segment
+from omni_notebook.memory.base import TransitionOrderError
+from omni_notebook.memory.books import Kept, Tag, TagState
+from omni_notebook.memory.content import Content
+from omni_notebook.memory.tracking import Tracker, Untracked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from omni_notebook.memory.core import Core
+
+
+class Allocation:
+    """Makes segments: one for each `adopt` and each `empty`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def adopt(self, module: nn.Module, name: str) -> None:
+        """See `CpuPool.adopt`."""
+        tag = self._open_tag(name, recomputable=False)
+        adoption = Adoption(module, skip=lambda tensor: self._find(tensor) is not None)
+        if adoption.used_bytes:
+            adoption.move_into(self._add(tag, adoption.used_bytes))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, name: str, *, recomputable: bool) -> torch.Tensor:
+        """See `CpuPool.empty`."""
+        n_bytes = dtype.itemsize
+        for size in shape:
+            n_bytes *= size
+        if any(size < 0 for size in shape):
+            msg = f"shape={tuple(shape)}: sizes must not be negative"
+            raise ArgumentError(msg)
+        tag = self._open_tag(name, recomputable=recomputable)
+        if n_bytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return self._add(tag, n_bytes).tensor(0, shape, dtype)
+
+    def _open_tag(self, name: str, *, recomputable: bool) -> Tag:
+        self._core.check_open("allocate")
+        tag = self._core.books.get(name) or Tag(name, recomputable)
+        if tag.recomputable is not recomputable:
+            msg = f"tag {name!r} has recomputable={tag.recomputable}; one tag can not be both"
+            raise ArgumentError(msg)
+        if tag.state is not TagState.AWAKE:
+            msg = f"tag {name!r} is {tag.state}; wake it before allocating in it"
+            raise TransitionOrderError(msg)
+        return tag
+
+    def _add(self, tag: Tag, n_bytes: int) -> Segment:
+        segment = Segment(n_bytes)
+        tracker: Tracker = Untracked() if tag.recomputable else self._core.tracker
+        tag.contents.append(Content(segment, tracker))
+        self._core.books.setdefault(tag.name, tag)
+        return segment
+
+    def _find(self, tensor: torch.Tensor) -> Content | None:
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return None
+        start, n_bytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
+        return next((c for c in self._core.books.contents() if c.segment.holds(start, n_bytes)), None)
+
+    def keep(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """See `CpuPool.keep`."""
+        (tag,) = self._core.books.named((name,))
+        kept = [item for tensor in tensors if tensor.numel() for item in self._kept(tag, tensor)]
+        tag.kept.extend(item for item in dict.fromkeys(kept) if item not in tag.kept)
+
+    def _kept(self, tag: Tag, tensor: torch.Tensor) -> list[Kept]:
+        content = self._find(tensor)
+        if content is None or content not in tag.contents or not tensor.is_contiguous():
+            msg = f"keep: a tensor of shape {tuple(tensor.shape)} is not contiguous in the pool under {tag.name!r}"
+            raise ArgumentError(msg)
+        return [Kept(content, tensor.data_ptr() - content.segment.address, tensor.numel() * tensor.itemsize)]

@@ -1,0 +1,94 @@
+"""What the parts of a CPU pool share: its books, its tracker, its backups, and whether it is closing."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from omni_notebook.errors import ArgumentError
+from omni_notebook.memory.base import WEIGHTS, TransitionOrderError
+from omni_notebook.memory.books import Books
+from omni_notebook.memory.content import Backuper
+from omni_notebook.memory.lanes import default_lanes, run_lanes
+from omni_notebook.memory.records import ChecksumRecords
+from omni_notebook.memory.writeahead import WriteAhead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from omni_notebook.memory.arena import Chunk
+    from omni_notebook.memory.base import HostMemory
+    from omni_notebook.memory.books import Tag
+    from omni_notebook.memory.tracking import Tracker
+
+
+@dataclass
+class Core:
+    """One pool's state; the pool's lock guards all of it but reading the books."""
+
+    spill_dir: str
+    tracker: Tracker
+    room: Callable[[], HostMemory]
+    prefer_checkpoint: bool
+    lanes: int = field(default_factory=default_lanes)
+    restorer: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.books = Books()
+        self.records = ChecksumRecords(self.lanes)
+        self.backuper = Backuper(self.spill_dir, self.lanes, exact=self.tracker.exact)
+        self.ahead = WriteAhead()
+        self.closing = threading.Event()
+
+    def check_open(self, step: str) -> None:
+        """Refuse a step of a closed pool.
+
+        Raises:
+            TransitionOrderError: it is closed.
+        """
+        if self.closing.is_set():
+            msg = f"{step}: the pool is closed; make a new one"
+            raise TransitionOrderError(msg)
+
+    def from_checkpoint(self, tag: Tag) -> bool:
+        """Whether the tag, if unmodified, is restored by the checkpoint's restorer instead of a copy."""
+        able = self.prefer_checkpoint and self.restorer is not None
+        return able and tag.name == WEIGHTS and self.records.has(tag)
+
+    def populate(self, chunks: Iterable[Chunk]) -> None:
+        """Make the chunks' pages physically there."""
+        run_lanes(chunks, lambda chunk: chunk.populate(), lanes=self.lanes)
+
+    def host_backup_bytes(self) -> int:
+        """Bytes that backups take now: blocks of the spill files, and kept tensors on the host."""
+        tags = tuple(self.books.values())
+        return spilled_bytes(tags) + sum(len(data) for tag in tags for data in tuple(tag.kept_data))
+
+
+def spilled_bytes(tags: Iterable[Tag]) -> int:
+    """What the tags' spill files take now."""
+    return sum(content.occupied_bytes() for tag in tags for content in tuple(tag.contents))
+
+
+def check_level(level: int) -> None:
+    """Refuse levels that there are not.
+
+    Raises:
+        ArgumentError: not 1 or 2.
+    """
+    if level not in {1, 2} or isinstance(level, bool):
+        msg = f"level={level!r}: a sleep has level 1 (keeps a backup) or 2 (discards); nothing changed"
+        raise ArgumentError(msg)
+
+
+def release(tags: Sequence[Tag]) -> list[str]:
+    """Give the tags' pages up; what went wrong, in words (the measurement shows by how much)."""
+    notes = []
+    for tag in tags:
+        for segment in tag.segments:
+            try:
+                segment.release()
+            except OSError as error:
+                notes.append(f"{tag.name}: {error.strerror}")
+    return notes

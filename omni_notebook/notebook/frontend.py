@@ -11,6 +11,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from IPython.display import display
+
 from omni_notebook.notebook.results import AckList
 from omni_notebook.verbs.frontend import PlainFrontend, poll
 
@@ -27,6 +29,7 @@ _T = TypeVar("_T")
 
 SHOW_AFTER_S = 1.0
 _UPDATE_S = 0.2
+_BAR_FORMAT = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}"
 
 
 class NotebookFrontend(PlainFrontend):
@@ -67,6 +70,7 @@ class ProgressBar:
         self._gauge = gauge
         self._next = time.monotonic() + SHOW_AFTER_S
         self._bar: Any = None
+        self._shown: Any = None
 
     def update(self) -> None:
         """Show the latest progress, at most five times a second."""
@@ -75,7 +79,7 @@ class ProgressBar:
         self._next = time.monotonic() + _UPDATE_S
         progress = self._gauge()
         if self._bar is None:
-            self._bar = _new_bar(progress.label)
+            self._open(progress.label)
         self._bar.set_description_str(progress.label, refresh=False)
         self._bar.n = round(100 * (progress.fraction or 0.0))
         self._bar.refresh()
@@ -85,14 +89,26 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        if self._shown is not None:
+            self._shown.update({"text/plain": ""}, raw=True)  # a saved notebook keeps no dead widget
+            self._shown = None
+
+    def _open(self, label: str) -> None:
+        self._bar = _new_bar(label)
+        if hasattr(self._bar, "container"):
+            self._shown = display(self._bar.container, display_id=True)  # type: ignore[no-untyped-call]
 
 
 def _new_bar(label: str) -> Any:
     from tqdm.auto import tqdm  # noqa: PLC0415  (loaded when used)
+    from tqdm.notebook import tqdm_notebook  # noqa: PLC0415
 
     # A subclass without the monitor: tqdm's own thread would draw from a thread.
     quiet = type("Bar", (tqdm,), {"monitor_interval": 0})
-    return quiet(desc=label, total=100, leave=False, bar_format="{desc}: {percentage:3.0f}% |{bar}| {elapsed}")
+    look: dict[str, Any] = {"desc": label, "total": 100, "leave": False, "bar_format": _BAR_FORMAT}
+    if issubclass(tqdm, tqdm_notebook):
+        look["display"] = False  # the caller displays it, so that it can be taken away
+    return quiet(**look)
 
 
 @contextmanager

@@ -84,18 +84,16 @@ class _Stream:
                 await source.aclose()
 
     def drain(self) -> None:
-        """Runs on the waiting thread."""
+        """Runs on the waiting thread; writes what is new in one piece."""
+        text = self.text
         while self.outputs:
             output = self.outputs.popleft()
             self.last = output
             self.images = output.images or self.images
-            if output.text and output.text != self.text:
-                self._write(output.text)
-
-    def _write(self, text: str) -> None:
-        new = text.removeprefix(self.text) if text.startswith(self.text) else f"\n{text}"
-        self.text = text
-        self._frontend.write(new)
+            text = output.text or text
+        if text != self.text:
+            self._frontend.write(text[len(self.text) :] if text.startswith(self.text) else f"\n{text}")
+            self.text = text
 
     def end_line(self) -> None:
         """Close the line of text that was being written."""

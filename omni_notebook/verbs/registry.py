@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.verbs.session import Session
 
-_MODULES = ("lifecycle", "look", "generating", "sleeping", "pausing")
+_MODULES = ("look", "lifecycle", "generating", "sleeping", "pausing")
 DEFAULT = "status"
 
 
@@ -45,10 +45,14 @@ def verb(cls: _V) -> _V:
 
 
 def verbs() -> dict[str, Verb]:
-    """All verbs, in the order in which help lists them."""
-    for module in _MODULES:
-        importlib.import_module(f"omni_notebook.verbs.{module}")
-    return _VERBS
+    """All verbs, in the order in which help lists them: by module as above, then as they stand in it."""
+    modules = [importlib.import_module(f"omni_notebook.verbs.{name}").__name__ for name in _MODULES]
+
+    def place(item: tuple[str, Verb]) -> int:
+        home = type(item[1]).__module__
+        return modules.index(home) if home in modules else len(modules)
+
+    return dict(sorted(_VERBS.items(), key=place))
 
 
 def find(name: str) -> Verb:

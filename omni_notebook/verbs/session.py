@@ -103,7 +103,10 @@ class Session:
         while any(map(hints.is_moving, picked)) and time.monotonic() < deadline:
             time.sleep(_SETTLE_POLL_S)
             picked = self._picked(stages)
-        return f"interrupted and cancelled; now {hints.describe(picked) or 'no engine is running'}"
+        if not picked:
+            return f"interrupted; {_NO_ENGINE}"
+        calm = not any(hints.call_that_helps(stage) for stage in picked)
+        return f"interrupted and cancelled; now {hints.describe(picked)}" + ("; run the cell again to retry" * calm)
 
     def _picked(self, stages: Sequence[int] | None) -> list[StageStatus]:
         engine = self.running

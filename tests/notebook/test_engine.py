@@ -3,7 +3,7 @@
 import pytest
 
 from omni_notebook import AsyncOmni
-from omni_notebook.errors import AsleepError, PausedError
+from omni_notebook.errors import AsleepError, PausedError, SleepError
 from omni_notebook.notebook.results import AckList
 from omni_notebook.protocol import MIB
 from omni_notebook.verbs.session import session
@@ -123,6 +123,46 @@ def test_wake_by_tags_leaves_a_partly_awake_stage(cell, engine):
 def test_restart_brings_a_stage_back(cell, engine):
     _, shown = cell("%omni restart 1")
     assert "stage 1 (painter) is AWAKE" in shown
+
+
+def break_order(engine, stage_id, method):
+    """Make a rank raise in one order, at the seam between the executor and the worker."""
+    worker = engine._core.stages[stage_id].replicas[0].executor._worker
+
+    def broken(*_args):
+        msg = "the <b>spill folder</b> is full"
+        raise OSError(msg)
+
+    setattr(worker, method, broken)
+    return lambda: delattr(worker, method)
+
+
+def test_a_failed_sleep_shows_every_answer_and_one_red_line(shell, cell, engine, capsys):
+    mend = break_order(engine, 1, "prepare_sleep")
+    result, shown = cell("%omni sleep --out kept")
+    mend()
+    assert isinstance(result.error_in_exec, SleepError)
+    assert [ack.ok for ack in shell.user_ns["kept"]] == [True, False]
+    assert session().acks is shell.user_ns["kept"]
+    assert "2 ranks answered, 1 with ERROR" in shown
+    assert "spill folder" in shown
+    assert shown.splitlines()[-1].startswith("\x1b[31mSleepError: ")
+    assert "Traceback" not in shown
+    assert "<b>" not in shell.display_formatter.format(session().acks)[0]["text/html"]
+    _, whole = cell("%omni traceback")
+    assert "Traceback (most recent call last)" in whole
+    assert "SleepError" in whole
+
+
+def test_a_failed_wake_can_be_caught_and_tried_again(cell, engine):
+    ok(cell, "%omni sleep 0")
+    mend = break_order(engine, 0, "prepare_wake")
+    _, shown = cell(
+        "try:\n    %omni wake 0\nexcept Exception as error:\n    print(type(error).__name__, len(error.acks))"
+    )
+    mend()
+    assert shown.splitlines()[-1] == "WakeError 1"
+    assert ok(cell, "%omni wake 0")[0].ok
 
 
 def test_stop_gives_everything_back_and_start_works_again(cell, engine):

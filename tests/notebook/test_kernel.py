@@ -1,5 +1,6 @@
 """A real kernel, spoken to as a notebook does."""
 
+import asyncio
 import re
 import threading
 import time
@@ -7,11 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 from jupyter_client.manager import start_new_kernel
+from jupyter_core.utils import ensure_event_loop
 
 START = "%load_ext omni_notebook\nengine = %omni start"
 HOLD = """
 async def paint():
-    async for out in engine.generate("a red star", sampling_params={"num_inference_steps": 1000, "seed": 1}):
+    async for out in engine.generate("a red star", sampling_params={"num_inference_steps": 300, "seed": 1}):
         pass
 import time
 request = engine.submit(paint())
@@ -26,6 +28,7 @@ class Reply:
     text: str = ""
     error: list[str] = field(default_factory=list)
     shown: list[dict] = field(default_factory=list)
+    updates: list[dict] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -38,7 +41,7 @@ class Kernel:
         reply = Reply("")
         timer = None
         if interrupt_when is not None:
-            timer = threading.Timer(interrupt_when, self.manager.interrupt_kernel)
+            timer = threading.Timer(interrupt_when, self.interrupt)
             timer.start()
         begin = time.monotonic()
         got = self.client.execute_interactive(
@@ -50,6 +53,10 @@ class Kernel:
         reply.status = got["content"]["status"]
         return reply
 
+    def interrupt(self):
+        """What a notebook's stop button does; in a loop of its own, because it runs in a thread of its own."""
+        asyncio.run(self.manager._async_interrupt_kernel())
+
     @staticmethod
     def note(message, reply):
         content = message["content"]
@@ -57,13 +64,16 @@ class Kernel:
             reply.text += content["text"]
         elif message["msg_type"] == "error":
             reply.error += content["traceback"]
-        elif "data" in content:
+        elif message["msg_type"] == "update_display_data":
+            reply.updates.append(content["data"])
+        elif "data" in content and not message["msg_type"].startswith("comm_"):
             reply.shown.append(content["data"])
 
     def close(self):
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
+        ensure_event_loop().close()  # jupyter_client made it for this thread
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +124,7 @@ def test_an_interrupt_ends_a_waiting_sleep_and_names_the_state(kernel):
 
 
 def test_an_interrupt_ends_a_generate(kernel):
-    broken = kernel.run("%%omni generate --steps 1000\na red star", interrupt_when=1.5)
+    broken = kernel.run("%%omni generate --steps 300\na red star", interrupt_when=1.5)
     assert broken.status == "error"
     assert len(broken.error) == 1
     assert "\n" not in broken.error[0]
@@ -152,6 +162,21 @@ def test_complete_request_knows_the_magic(kernel, code, expected):
     matches = [match for match in content["matches"] if not match.startswith("--") or expected[0].startswith("--")]
     assert matches == expected
     assert code[: content["cursor_start"]] + matches[0] == code[: content["cursor_start"]] + expected[0]
+
+
+def test_progress_shows_after_a_second_and_leaves_no_dead_widget(kernel):
+    slow = """
+import concurrent.futures, time
+from omni_notebook.verbs.frontend import Progress
+from omni_notebook.verbs.session import session
+pool = concurrent.futures.ThreadPoolExecutor(1)
+session().frontend.wait(pool.submit(time.sleep, {}), lambda: Progress("stage 0 WAKING", 0.5), None)
+"""
+    assert kernel.run(slow.format(0.3)).shown == []
+    said = kernel.run(slow.format(1.5))
+    assert "application/vnd.jupyter.widget-view+json" in said.shown[0]
+    assert "stage 0 WAKING" in said.shown[0]["text/plain"]
+    assert said.updates == [{"text/plain": ""}]
 
 
 def test_reloading_the_extension_keeps_the_engine(kernel):

@@ -73,7 +73,10 @@ def advise(address: int, n_bytes: int, advice: int) -> None:
 
 
 def ioctl(fd: int, request: int, argument: ctypes.Array[ctypes.c_uint64]) -> int:
-    """Ask a file's driver, with an array of 64-bit words as its structure (read and written). Source: ioctl(2)."""
+    """Ask a file's driver, with an array of 64-bit words as its structure (read and written).
+
+    Source: ioctl(2).
+    """
     result: int = _libc.ioctl(fd, request, ctypes.addressof(argument))
     if result < 0:
         raise _failed("ioctl")  # noqa: EM101 - the name of the call
@@ -81,10 +84,10 @@ def ioctl(fd: int, request: int, argument: ctypes.Array[ctypes.c_uint64]) -> int
 
 
 def userfaultfd(flags: int) -> int:
-    """A file descriptor that page faults are managed through. Source: userfaultfd(2).
+    """A file descriptor that page faults are managed through.
 
     Raises:
-        OSError: ENOSYS or EPERM where the kernel or a sandbox does not allow it.
+        OSError: ENOSYS or EPERM where the kernel or a sandbox does not allow it. Source: userfaultfd(2).
     """
     number = _NR_USERFAULTFD.get(os.uname().machine)
     if number is None:

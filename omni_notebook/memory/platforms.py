@@ -68,7 +68,7 @@ def describe_platforms() -> list[PlatformInfo]:
 def create_pool(
     device: str, *, spill_dir: str | None = None, backup: Backup = "spill", enable_sleep_mode: bool = True
 ) -> MemoryPool:
-    """A pool for `device` ("cpu").
+    """A pool for `device`: "cpu", or "auto" for the first platform that works here.
 
     Raises:
         UnsupportedError: another device, a kernel that is too old, or sleep mode is off; says which.
@@ -77,8 +77,10 @@ def create_pool(
     if not enable_sleep_mode:
         msg = "enable_sleep_mode=False: there is no pool to put to sleep; start the engine with enable_sleep_mode=True"
         raise UnsupportedError(msg)
-    platform = device.partition(":")[0]
     known = {info.platform: info for info in describe_platforms()}
+    if device == "auto":
+        device = next((name for name, info in known.items() if info.supported), "cpu")
+    platform = device.partition(":")[0]
     if platform not in known:
         msg = f"device {device!r} is unknown; known are: {', '.join(known)}"
         raise UnsupportedError(msg)

@@ -244,7 +244,10 @@ class AsyncOmni:
         done = False
         try:
             while not done:
-                output = await self._run(lambda: flow.next(deadline))
+                output = flow.ready()
+                if output is None:
+                    await self._run(lambda: flow.wait(deadline))
+                    continue
                 done = output.finished
                 yield output
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class Flow:
         self._on_event = on_event
         self._on_end = on_end
         self._outputs: deque[OmniRequestOutput | BaseException] = deque()
+        self._lock = threading.Lock()
         self._changed = Signal()
 
     @property
@@ -115,13 +117,11 @@ class Flow:
 
     def _publish(self, output: OmniRequestOutput) -> None:
         """Queue an output; a newer partial text replaces one that nobody has read."""
-        tail = self._outputs[-1] if self._outputs else None
-        if isinstance(tail, OmniRequestOutput) and (tail.state, tail.stage_id) == (
-            RequestState.RUNNING,
-            output.stage_id,
-        ):
-            self._outputs.pop()
-        self._outputs.append(output)
+        with self._lock:
+            tail = self._outputs[-1] if self._outputs else None
+            if isinstance(tail, OmniRequestOutput) and _same_partial(tail, output):
+                self._outputs.pop()
+            self._outputs.append(output)
         self._changed.notify()
 
     def _request_output(self, output: StageOutput, stage: Stage, *, ends: bool) -> OmniRequestOutput:
@@ -142,12 +142,23 @@ class Flow:
     def _tell(self, state: RequestState) -> None:
         self._on_event(RequestEvent(time.time(), self.request_id, self.stage.stage_id, state))
 
-    async def next(self, deadline: Deadline) -> OmniRequestOutput:
-        """The next output.
+    def ready(self) -> OmniRequestOutput | None:
+        """The next output if it is there already; any thread may ask.
+
+        Raises:
+            OmniError: the request failed.
+        """
+        with self._lock:
+            output = self._outputs.popleft() if self._outputs else None
+        if isinstance(output, BaseException):
+            raise output
+        return output
+
+    async def wait(self, deadline: Deadline) -> None:
+        """Return once an output is there.
 
         Raises:
             DeadlineError: none came in time; the request goes on.
-            OmniError: the request failed.
         """
         if not await self._changed.until(lambda: bool(self._outputs), deadline):
             stage = self.stage
@@ -156,10 +167,10 @@ class Flow:
                 f"{stage.stage_id} ({stage.state}, pause {stage.pause_state})"
             )
             raise DeadlineError(msg)
-        output = self._outputs.popleft()
-        if isinstance(output, BaseException):
-            raise output
-        return output
+
+
+def _same_partial(tail: OmniRequestOutput, output: OmniRequestOutput) -> bool:
+    return (tail.state, tail.stage_id) == (RequestState.RUNNING, output.stage_id)
 
 
 def _picture(pixels: Any) -> Any:

@@ -118,8 +118,8 @@ class AckBuilder:
 
 
 def rate_gib_per_s(n_bytes: int, ms: float | None) -> float | None:
-    """GiB a second, or None where nothing was copied."""
-    if not n_bytes or not ms:
+    """GiB a second, or None where too little was copied (under 1 MiB) to speak of a rate."""
+    if n_bytes < MIB or not ms:
         return None
     return n_bytes / 1024**3 / (ms / 1000)
 

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from omni_notebook.worker.weights import Weights
 
 
+_NOTHING = (
+    MapReport(mapped_bytes=0, map_ms=0.0),
+    RestoreReport(copied_bytes=0, copy_ms=0.0, needs_reload=()),
+)
+
+
 class UnrecoverableError(OmniError):
     """A level-2 sleep would discard weights that no path reproduces."""
 
@@ -225,17 +231,17 @@ class Control:
             NeedsWeightsError: the memory is mapped and there is no path to load from.
         """
         started_s = time.perf_counter()
-        mapped = self._pool.map(task.tags)
+        sleeping = self._sleeping_tags(task)
+        mapped, restored = self._pool.map_restore(sleeping) if sleeping else _NOTHING
         try:
-            self._waking = self._refill(task, started_s, mapped)
+            self._waking = self._refill(task, started_s, mapped, restored)
         except BaseException:
             self._pool.abort_wake()
             raise
         return self._waking.outlook
 
-    def _refill(self, task: WakeTask, started_s: float, mapped: MapReport) -> _Waking:
+    def _refill(self, task: WakeTask, started_s: float, mapped: MapReport, restored: RestoreReport) -> _Waking:
         self._stop_if_cancelled(task.task_id)
-        restored = self._pool.restore(task.tags)
         if BALLAST in restored.needs_reload:
             self._ballast.fill()
         self._stop_if_cancelled(task.task_id)
@@ -279,9 +285,13 @@ class Control:
         self._weights.verify()
         return reload_ms, ms_since(started_s), None
 
+    def _sleeping_tags(self, task: WakeTask) -> tuple[str, ...]:
+        """Of the tags that the order names, those that sleep here."""
+        return tuple(tag for tag in self._levels if task.tags is None or tag in task.tags)
+
     def _awake_after(self, task: WakeTask) -> tuple[str, ...]:
-        wanted = set(self._levels) if task.tags is None else set(task.tags)
-        return tuple(tag for tag in self._pool.tags() if tag not in self._levels or tag in wanted)
+        woken = self._sleeping_tags(task)
+        return tuple(tag for tag in self._pool.tags() if tag not in self._levels or tag in woken)
 
     def _stop_if_cancelled(self, task_id: str) -> None:
         if task_id in self._cancelled:
@@ -294,7 +304,8 @@ class Control:
         if plan is None or plan.task.task_id != task_id:
             raise OmniError(_no_such("wake", task_id))
         self._waking = None
-        self._pool.commit_wake()
+        if self._sleeping_tags(plan.task):
+            self._pool.commit_wake()
         self._levels = {tag: level for tag, level in self._levels.items() if tag not in plan.outlook.awake_tags}
         if WEIGHTS in plan.outlook.awake_tags:
             self._weights.valid, self._weights.lost = plan.outlook.weights_valid, False
@@ -308,7 +319,7 @@ class Control:
             level=self.level,
             mapped_bytes=plan.mapped.mapped_bytes,
             copied_bytes=plan.restored.copied_bytes,
-            copy_gib_per_s=rate_gib_per_s(plan.restored.copied_bytes, plan.restored.copy_ms),
+            copy_gib_per_s=rate_gib_per_s(plan.restored.copied_bytes, plan.mapped.map_ms + plan.restored.copy_ms),
             host_backup_bytes=self._pool.host_backup_bytes(),
             weight_version=self._weights.version,
             latency_ms=ms_since(plan.started_s),

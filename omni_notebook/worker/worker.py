@@ -14,7 +14,7 @@ import msgspec
 
 from omni_notebook.config import StageConfig
 from omni_notebook.memory.base import WEIGHTS
-from omni_notebook.memory.host import device_name, process_memory
+from omni_notebook.memory.host import process_memory
 from omni_notebook.memory.platforms import create_pool
 from omni_notebook.protocol import RankId, RankStatus, SleepTask, WakeTask
 from omni_notebook.worker.ack import AckBuilder
@@ -56,7 +56,7 @@ class Worker:
         self._runner = make_runner(config)
         self._weights = Weights(self._runner, self._pool)
         self._ballast = Ballast(self._pool, config.ballast_bytes)
-        self._device_name = device_name(self._pool.device)
+        self._device_name = self._pool.device_name
         acks = AckBuilder(spec.where, device=self._pool.device, device_name=self._device_name)
         self._control = Control(
             pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks

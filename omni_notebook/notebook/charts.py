@@ -78,8 +78,8 @@ class Process:
 def processes(acks: Sequence[OmniACK]) -> list[Process]:
     """What each process still holds, once a process however many ranks report it.
 
-    Ranks of one process measure one after the other, so their figures can differ; the largest counts, because a
-    trainer that needs room must not be told too little. A rank without a pid counts as a process of its own.
+    Ranks of one process measure one after the other, each before the ones after it have given their part back: the
+    smallest figure is the one that has seen them all. A rank without a pid counts as a process of its own.
     """
     groups: dict[tuple[object, ...], list[OmniACK]] = {}
     for place, ack in enumerate(acks):
@@ -90,7 +90,7 @@ def processes(acks: Sequence[OmniACK]) -> list[Process]:
             pid=group[0].metadata.get("pid"),
             device=group[0].metadata.get("device"),
             ranks=tuple(units.place(ack) for ack in group),
-            residual_bytes=max(ack.metadata["residual_bytes"] for ack in group),
+            residual_bytes=min(ack.metadata["residual_bytes"] for ack in group),
         )
         for group in groups.values()
     ]
@@ -161,7 +161,7 @@ def tag_label(tag: str) -> str:
 # ---------------------------------------------------------------------------------------------- SVG
 
 
-def svg_bar(bar: Bar, full_bytes: int, *, width: int = 120, height: int = 12) -> str:
+def svg_bar(bar: Bar, full_bytes: int, *, width: int = 80, height: int = 12) -> str:
     """One bar as a small inline SVG; `full_bytes` is what the whole width stands for."""
     name = escape(f"{bar.label}: {_spoken(bar)}", quote=True)
     parts = _rects(bar, 0, 0, width / max(full_bytes, 1), height)

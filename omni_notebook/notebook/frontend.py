@@ -121,4 +121,5 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if before is not None:  # None: set outside Python, and not ours to put back
+            signal.signal(signal.SIGINT, before)

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from omni_notebook.notebook.tables import Row, Table
 
 _LINE = "1px solid rgba(128,128,128,.45)"
-_CELL = "padding:3px 8px;text-align:left;vertical-align:top;white-space:pre-line"
+_CELL = "padding:3px 6px;text-align:left;vertical-align:top;white-space:pre-line"
 _FIXED = "white-space:nowrap"
-_SPACES = {"note": "min-width:12em", "memory: resident / mapped": "white-space:pre"}
+_SPACES = {"note": "", "memory: resident / mapped": "white-space:pre"}
 
 
 def as_html(table: Table) -> str:
@@ -39,7 +39,7 @@ def _row(table: Table, row: Row) -> str:
 
 
 def _style(column: str, text: str, row: Row) -> str:
-    width = _SPACES.get(column, _FIXED)
+    width = "min-width:12em" if column == "note" and text else _SPACES.get(column, _FIXED)
     ink = ""
     if text.startswith(("✓", "✗")):
         ink = f";font-weight:600;color:{charts.GREEN if row.ok else charts.RED}"

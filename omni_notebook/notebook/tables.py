@@ -100,7 +100,7 @@ def _ack_title(acks: Sequence[OmniACK]) -> str:
 def _shared_notes(acks: Sequence[OmniACK]) -> list[str]:
     return [
         f"* process {process.pid} ({process.device}) holds {units.size(process.residual_bytes)} "
-        f"for {', '.join(process.ranks)} together; counted once"
+        f"for {', '.join(process.ranks)} together (the last one measured); counted once"
         for process in charts.processes(acks)
         if len(process.ranks) > 1
     ]

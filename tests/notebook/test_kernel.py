@@ -89,8 +89,8 @@ def kernel():
 def _awake(request):
     """Whatever a test did, the next one finds the stages awake and open."""
     yield
-    kernel = request.getfixturevalue("kernel")
-    kernel.run("%omni wake\n%omni resume")
+    if "kernel" in request.fixturenames:
+        request.getfixturevalue("kernel").run("%omni wake\n%omni resume")
 
 
 def test_a_cell_sleeps_and_wakes_a_stage(kernel):
@@ -197,3 +197,18 @@ def test_a_mistake_stops_a_run_of_all_cells(kernel):
     assert refused.status == "error"
     assert len(refused.error) == 1
     assert "7" in refused.error[0]
+
+
+def test_an_interrupted_start_is_undone_and_a_new_one_works():
+    kernel = Kernel()
+    try:
+        kernel.run("%load_ext omni_notebook")
+        broken = kernel.run("engine = %omni start", interrupt_when=0.3)  # while torch loads
+        assert broken.status == "error"
+        assert len(broken.error) == 1
+        assert "no engine is running; %omni start starts again" in broken.error[0]
+        assert broken.seconds < 2.0
+        assert kernel.run(START).status == "ok"
+        assert kernel.run("%omni").status == "ok"
+    finally:
+        kernel.close()

@@ -234,9 +234,11 @@ def test_a_cancelled_client_frees_its_place(engine: AsyncOmni) -> None:
 
 def test_a_batch_that_fails_ends_its_requests_and_nobody_elses(engine: AsyncOmni) -> None:
     async def run() -> None:
-        with fault(engine, 1, "execute", RuntimeError("bad kernel")):
-            with pytest.raises(RuntimeError, match="bad kernel"):
-                await collect(engine)
+        with (
+            fault(engine, 1, "execute", RuntimeError("bad kernel")),
+            pytest.raises(RuntimeError, match="bad kernel"),
+        ):
+            await collect(engine)
         await golden(engine)
 
     asyncio.run(run())

@@ -300,9 +300,11 @@ def test_a_kept_ar_sequence_goes_on_token_exact_after_a_sleep(engine: AsyncOmni)
 def test_a_rank_that_fails_in_prepare_leaves_everything_as_it_was(engine: AsyncOmni) -> None:
     async def run() -> None:
         before = await golden(engine)
-        with fault(engine, 1, "prepare_sleep", OSError(5, "the disk failed")):
-            with pytest.raises(SleepError, match="the disk failed") as caught:
-                await engine.sleep([0, 1], level=1)
+        with (
+            fault(engine, 1, "prepare_sleep", OSError(5, "the disk failed")),
+            pytest.raises(SleepError, match="the disk failed") as caught,
+        ):
+            await engine.sleep([0, 1], level=1)
         assert [(a.stage_id, a.status) for a in caught.value.acks] == [(0, "SUCCESS"), (1, "ERROR")]
         assert [s.state for s in engine.status().stages] == ["ASLEEP", "AWAKE"]
         await engine.wake_up([0])
@@ -315,9 +317,11 @@ def test_a_wake_that_fails_leaves_the_stage_asleep_and_wakeable(engine: AsyncOmn
     async def run() -> None:
         before = await golden(engine)
         await engine.sleep([1], level=1)
-        with fault(engine, 1, "prepare_wake", MemoryError("no room")):
-            with pytest.raises(WakeError, match="no room"):
-                await engine.wake_up([1])
+        with (
+            fault(engine, 1, "prepare_wake", MemoryError("no room")),
+            pytest.raises(WakeError, match="no room"),
+        ):
+            await engine.wake_up([1])
         stage = engine.status().stages[1]
         assert (stage.state, stage.level) == ("ASLEEP", 1)
         assert sum(tag.resident_bytes for tag in stage.ranks[0].tags.values()) == 0
@@ -357,9 +361,11 @@ def test_a_checkpoint_changed_between_sleep_and_wake_is_never_taken_silently(tmp
 
 
 def test_sleep_mode_off_is_refused_with_the_reason() -> None:
-    with AsyncOmni("demo", enable_sleep_mode=False) as engine:
-        with pytest.raises(UnsupportedError, match="enable_sleep_mode"):
-            asyncio.run(engine.sleep())
+    with (
+        AsyncOmni("demo", enable_sleep_mode=False) as engine,
+        pytest.raises(UnsupportedError, match="enable_sleep_mode"),
+    ):
+        asyncio.run(engine.sleep())
 
 
 def test_two_callers_of_one_stage_wait_for_each_other_and_both_get_an_answer(engine: AsyncOmni) -> None:

@@ -15,6 +15,7 @@
     ├── DeadlineError             a wait reached its bound (also a TimeoutError)
     ├── OutOfMemoryError          host or device memory would not suffice (also a MemoryError)
     ├── WorkerDiedError           a rank's process ended; `.stage_id`, `.rank`, `.log_lines`
+    ├── RemoteWorkerError         a rank's process raised an error of a class that is not known here; `.type_name`
     └── EngineClosedError         the engine was shut down
 
 Why so many: a notebook user reads the message, a training loop catches the class. A class exists where a
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniACK
 
 
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+
+
 class OmniError(Exception):
     """Base of all errors raised on purpose; `str()` is one line for a person."""
 
@@ -38,11 +42,15 @@ class OmniError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by state, so that an error crosses a process border whatever its constructor takes."""
-        return (_rebuild, (type(self), self.args, self.__dict__))
+        return (rebuilt, (type(self), self.args, self.__dict__))
 
 
-def _rebuild(cls: type[OmniError], args: tuple[Any, ...], state: dict[str, Any]) -> OmniError:
-    error = cls.__new__(cls)
+def rebuilt(cls: type[OmniError], args: tuple[Any, ...], state: dict[str, Any]) -> OmniError:
+    """An error from its class and state, whatever its constructor takes."""
+    builtin: type = cls
+    while builtin.__flags__ & _HEAP_TYPE:  # `cls.__new__` may belong to a base that Python calls unsafe for `cls`
+        builtin = builtin.__base__ or object
+    error: OmniError = builtin.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
     return error
@@ -154,6 +162,16 @@ class WorkerDiedError(OmniError):
         self.stage_id = stage_id
         self.rank = rank
         self.log_lines = list(log_lines)
+
+
+class RemoteWorkerError(OmniError):
+    """A rank raised an error whose class only its own process knows; `.type_name`, `.remote_traceback` (text)."""
+
+    def __init__(self, message: str, *, type_name: str) -> None:
+        super().__init__(message)
+        self.type_name = type_name
+        self.error_code = type_name
+        self.remote_traceback = ""
 
 
 class EngineClosedError(OmniError):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from omni_notebook.errors import DeadlineError
+from omni_notebook.errors import DeadlineError, UnsupportedError
 
 if TYPE_CHECKING:
+    from omni_notebook.errors import WorkerDiedError
     from omni_notebook.protocol import RankId, RankStatus
-    from omni_notebook.worker.worker import WorkerSpec
+    from omni_notebook.worker.reports import WorkerSpec
 
 
 class RankAnswer(NamedTuple):
@@ -25,6 +27,10 @@ class RankAnswer(NamedTuple):
         return self.value
 
 
+OnDeath = Callable[["RankId", "WorkerDiedError"], None]
+"""Called on the engine's loop when a rank ends that was not asked to."""
+
+
 class Executor(Protocol):
     """The ranks of one replica. Calls reach each rank in the order in which they were made."""
 
@@ -34,7 +40,7 @@ class Executor(Protocol):
         """Call `method` on every rank and gather the answers, in rank order; never raises for a rank.
 
         A rank that has not answered after `timeout_s` answers DeadlineError (its call goes on); a rank that is gone
-        answers WorkerDiedError at once.
+        answers WorkerDiedError at once; a method that the worker does not have answers UnsupportedError.
         """
         ...
 
@@ -44,6 +50,10 @@ class Executor(Protocol):
 
     def memory(self) -> list[RankStatus]:
         """Every rank's memory without waiting for its orders."""
+        ...
+
+    def log_tail(self, rank: int) -> list[str]:
+        """The last lines that a rank's process wrote; none where it has no process of its own."""
         ...
 
     def shutdown(self) -> None:
@@ -59,8 +69,8 @@ class Executor(Protocol):
 class ExecutorFactory(Protocol):
     """Makes an executor for one replica; returns at once, the first call waits for the workers."""
 
-    def __call__(self, specs: tuple[WorkerSpec, ...]) -> Executor:
-        """One spec a rank."""
+    def __call__(self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, /) -> Executor:
+        """One spec a rank; `on_death` is called on the loop when a rank ends by itself."""
         ...
 
 
@@ -68,3 +78,17 @@ def silent(where: RankId, method: str, timeout_s: float) -> RankAnswer:
     """The answer that stands for a rank that has not answered in time."""
     message = f"rank {where.rank} of stage {where.stage_id} did not answer {method!r} within {timeout_s:g} s"
     return RankAnswer(where, None, DeadlineError(message))
+
+
+def method_of(worker: Any, name: str) -> Callable[..., Any]:
+    """A worker's public method.
+
+    Raises:
+        UnsupportedError: it has none of this name.
+    """
+    method = None if name.startswith("_") else getattr(worker, name, None)
+    if not callable(method):
+        msg = f"{type(worker).__name__} has no method {name!r}; nothing was called"
+        raise UnsupportedError(msg)
+    found: Callable[..., Any] = method
+    return found

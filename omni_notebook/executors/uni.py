@@ -9,13 +9,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import EngineClosedError, UnsupportedError
-from omni_notebook.executors.base import RankAnswer, silent
+from omni_notebook.executors.base import RankAnswer, method_of, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_notebook.executors.base import OnDeath
     from omni_notebook.protocol import RankId, RankStatus
-    from omni_notebook.worker.worker import Worker, WorkerSpec
+    from omni_notebook.worker.reports import WorkerSpec
+    from omni_notebook.worker.worker import Worker
 
 _STOP = None
 
@@ -36,7 +38,7 @@ class _Call:
 
     def run(self, worker: Worker) -> None:
         try:
-            result = getattr(worker, self.method)(*self.args)
+            result = method_of(worker, self.method)(*self.args)
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
             self.future.set_exception(error)
         else:
@@ -47,7 +49,11 @@ class UniExecutor:
     """Runs one worker on a daemon thread; a FIFO queue keeps the order of calls."""
 
     def __init__(
-        self, specs: tuple[WorkerSpec, ...], make_worker: Callable[[WorkerSpec], Worker] = _make_worker
+        self,
+        specs: tuple[WorkerSpec, ...],
+        on_death: OnDeath | None = None,  # noqa: ARG002  (a thread of this process does not end by itself)
+        *,
+        make_worker: Callable[[WorkerSpec], Worker] = _make_worker,
     ) -> None:
         if len(specs) != 1:
             msg = f"executor='uni' runs one rank, not {len(specs)}; tensor parallelism needs executor='mp'"
@@ -98,6 +104,10 @@ class UniExecutor:
     def memory(self) -> list[RankStatus]:
         """See `Executor.memory`."""
         return [] if self._worker is None else [self._worker.memory()]
+
+    def log_tail(self, rank: int) -> list[str]:  # noqa: ARG002
+        """See `Executor.log_tail`: what a worker writes here goes where this process's own output goes."""
+        return []
 
     def shutdown(self) -> None:
         """See `Executor.shutdown`."""

@@ -54,6 +54,18 @@ def reserve(n_bytes: int) -> int:
     return int(address)
 
 
+def map_private(fd: int, n_bytes: int) -> int:
+    """Map a file's first `n_bytes` readable, and writable without touching the file; the address.
+
+    Raises:
+        OSError: ENOMEM, no address space. Source: mmap(2).
+    """
+    address = _libc.mmap(None, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        raise _failed("mmap")  # noqa: EM101 - the name of the call
+    return int(address)
+
+
 def unmap(address: int, n_bytes: int) -> None:
     """Give address space back. Source: munmap(2)."""
     if _libc.munmap(address, n_bytes):

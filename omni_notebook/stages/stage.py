@@ -9,7 +9,7 @@ from omni_notebook.protocol import MemoryState, PauseState, RankId, StageStatus
 from omni_notebook.stages.model import make_model
 from omni_notebook.stages.replica import Replica
 from omni_notebook.stages.waiting import Deadline, Signal
-from omni_notebook.worker.worker import LoadReport, WorkerSpec
+from omni_notebook.worker.reports import WorkerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from omni_notebook.executors.base import ExecutorFactory, RankAnswer
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.transport.connector import Connector
+    from omni_notebook.worker.reports import LoadReport
 
 SHUTDOWN_S = 5.0
 POLL_S = 0.002

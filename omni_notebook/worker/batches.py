@@ -26,13 +26,13 @@ class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
     want_hidden: bool
 
 
-class ArBatch(msgspec.Struct, frozen=True):
+class ArBatch(msgspec.Struct, frozen=True, tag="ar"):
     """One AR step over several sequences."""
 
     sequences: tuple[SequenceStep, ...]
 
 
-class SequenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="sequence"):
     """The next token of one sequence; `hidden`: float32 array (fed generated positions, hidden size) or None."""
 
     token_id: int
@@ -47,7 +47,7 @@ class ImageStep(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True):
+class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True, tag="diffusion"):
     """Images that are denoised together: same size, steps and guidance."""
 
     images: tuple[ImageStep, ...]
@@ -55,7 +55,7 @@ class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: float
 
 
-class ImageAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ImageAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
     """One finished image: uint8 array (height, width, 3)."""
 
     pixels: Any

@@ -22,6 +22,7 @@ from omni_notebook.memory.base import (
 from omni_notebook.memory.host import process_memory
 from omni_notebook.protocol import PhasesMs, SleepTask, WakeTask
 from omni_notebook.worker.ack import rate_gib_per_s
+from omni_notebook.worker.reports import WakeOutlook
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,14 +45,6 @@ class UnrecoverableError(OmniError):
     """A level-2 sleep would discard weights that no path reproduces."""
 
     error_code = "UNRECOVERABLE"
-
-
-class WakeOutlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prepared wake leads to: the tags that will be awake, whether that is all, whether weights are valid."""
-
-    awake_tags: tuple[str, ...]
-    all_awake: bool
-    weights_valid: bool
 
 
 class _Sleeping(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,40 +10,20 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from omni_notebook.config import StageConfig
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.memory.host import process_memory
 from omni_notebook.memory.platforms import create_pool
-from omni_notebook.protocol import RankId, RankStatus, SleepTask, WakeTask
+from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
-from omni_notebook.worker.control import Control, WakeOutlook
+from omni_notebook.worker.control import Control
+from omni_notebook.worker.reports import LoadReport
 from omni_notebook.worker.runners import make_runner
 from omni_notebook.worker.weights import Weights
 
 if TYPE_CHECKING:
-    from omni_notebook.protocol import OmniACK
-
-
-class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is made from; `source` overrides the configured checkpoint (restart after load_weights)."""
-
-    where: RankId
-    config: StageConfig
-    source: str | None = None
-    version: str | None = None
-
-
-class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded worker says; `tags` are the bytes that its mappings span."""
-
-    pid: int
-    device: str
-    device_name: str
-    weight_version: str
-    tags: dict[str, int]
+    from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
+    from omni_notebook.worker.reports import WakeOutlook, WorkerSpec
 
 
 class Worker:

@@ -1,0 +1,217 @@
+"""A rank's process: `python -m omni_notebook.executors.mp.child SOCKET PARENT`, two inherited file descriptors.
+
+Three threads: the main one reads frames and answers what must not wait; one carries the orders out, first come, first
+served, and makes the worker (heavy imports are its own); one ends the process when the parent is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from omni_notebook.errors import ArgumentError
+from omni_notebook.executors.base import method_of
+from omni_notebook.executors.mp.faults import describe
+from omni_notebook.executors.mp.logs import trim
+from omni_notebook.executors.mp.messages import (
+    Ask,
+    Cancel,
+    Failure,
+    LogLevel,
+    Order,
+    Reply,
+    Sample,
+    Start,
+    Stop,
+    ToChild,
+    payload,
+    signature,
+)
+from omni_notebook.executors.mp.wire import Receiver, pack
+from omni_notebook.worker.reports import WorkerSpec
+
+if TYPE_CHECKING:
+    from omni_notebook.executors.mp.wire import Frame
+
+TICK_S = 0.5
+"""How often memory is measured while nothing is ordered."""
+_BATCH = "execute"
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+
+def die_with_parent(parent: int, connection: socket.socket) -> None:
+    """End this process when the parent ends, or the thread that owns us there; whatever our threads do.
+
+    A watching thread is enough while Python runs here; the kernel's signal ends us too while C code holds the
+    interpreter. Source: prctl(2), PR_SET_PDEATHSIG; pidfd_open(2).
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    watched = select.poll()
+    watched.register(parent, select.POLLIN)
+    watched.register(connection, select.POLLRDHUP)
+
+    def watch() -> None:
+        watched.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+
+class Orders:
+    """The thread that makes the worker and carries orders out."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.worker: Any = None
+        self._connection = connection
+        self._queue: queue.SimpleQueue[tuple[Order, Frame] | None] = queue.SimpleQueue()
+        self._sampled: bytes | None = None
+        self._sampling = threading.Lock()
+
+    def begin(self, start: Start, frame: Frame) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._main, args=(start, frame), name="orders", daemon=True).start()
+
+    def add(self, order: Order, frame: Frame) -> None:
+        """Queue an order."""
+        self._queue.put((order, frame))
+
+    def end(self) -> None:
+        """Shut the worker down and end the process, after the orders before."""
+        self._queue.put(None)
+
+    def _main(self, start: Start, frame: Frame) -> None:
+        broken = None
+        try:
+            self.worker = _make_worker(start, frame)
+        except BaseException as error:  # noqa: BLE001  (answered to every order)
+            broken = error
+        del start, frame
+        while (item := self._queue.get()) is not None:
+            self._carry_out(*item, broken)
+            del item  # its arrays are shared memory
+        if self.worker is not None:
+            self.worker.shutdown()
+        leave(0)
+
+    def _carry_out(self, order: Order, frame: Frame, broken: BaseException | None) -> None:
+        try:
+            if broken is not None:
+                raise broken
+            value = method_of(self.worker, order.method)(*_arguments(order, frame))
+            answer = pack(Reply(order.id, payload(value)))
+        except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
+            answer = pack(Failure(order.id, describe(error)))
+        if order.method != _BATCH:  # batches come fast; the next tick measures after them
+            self.sample()
+        answer.send(self._connection)
+
+    def sample(self) -> None:
+        """Send this rank's memory if it has changed; any thread."""
+        if self.worker is None:
+            return
+        with self._sampling:
+            try:
+                packet = pack(Sample(self.worker.memory()))
+            except Exception:
+                _log.exception("memory could not be measured")
+                return
+            if packet.data != self._sampled:
+                self._sampled = packet.data
+                packet.send(self._connection)
+
+
+def _arguments(order: Order, frame: Frame) -> tuple[Any, ...]:
+    try:
+        arguments: tuple[Any, ...] = frame.decode(signature(order.method).args, order.args)
+    except msgspec.ValidationError as error:
+        msg = f"{order.method!r}: {error}; nothing was called"
+        raise ArgumentError(msg) from error
+    return arguments
+
+
+def _make_worker(start: Start, frame: Frame) -> Any:
+    module, _, name = start.worker.partition(":")
+    return getattr(import_module(module), name)(frame.decode(WorkerSpec, start.spec))
+
+
+class Control:
+    """The main thread: reads frames until the connection ends."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._receiver = Receiver(connection)
+        self._orders = Orders(connection)
+
+    def run(self) -> NoReturn:
+        """Serve until told to stop, or left alone."""
+        ready = select.poll()
+        ready.register(self._connection, select.POLLIN)
+        while True:
+            if not ready.poll(TICK_S * 1000):
+                self._orders.sample()
+                trim(sys.stderr.fileno())
+                continue
+            frame = self._receiver.receive()
+            if frame is None:
+                leave(1)
+            self._take(frame.decode(ToChild), frame)
+
+    def _take(self, message: ToChild, frame: Frame) -> None:
+        if isinstance(message, Order):
+            self._orders.add(message, frame)
+        elif isinstance(message, Cancel):
+            if self._orders.worker is not None:
+                self._orders.worker.cancel(message.task_id)
+        elif isinstance(message, Ask):
+            self._answer(message)
+        elif isinstance(message, LogLevel):
+            logging.getLogger().setLevel(message.level)
+        elif isinstance(message, Start):
+            if message.cpus:
+                os.sched_setaffinity(0, message.cpus)
+            self._orders.begin(message, frame)
+        elif isinstance(message, Stop):
+            self._orders.end()
+
+    def _answer(self, question: Ask) -> None:
+        try:
+            value = os.getpid() if question.what == "ping" else self._orders.worker.memory()
+            answer = pack(Reply(question.id, payload(value)))
+        except Exception as error:  # noqa: BLE001  (it belongs to the caller)
+            answer = pack(Failure(question.id, describe(error)))
+        answer.send(self._connection)
+
+
+def leave(status: int) -> NoReturn:
+    """End at once: no exit handler of a library may hold a rank's memory back."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> NoReturn:
+    """The process's whole life."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    parent = int(sys.argv[2])
+    for fd in (connection.fileno(), parent):
+        os.set_inheritable(fd, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the person's cell, not for us
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    die_with_parent(parent, connection)
+    Control(connection).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What an engine and a rank's process say to each other, and the types of every worker method's arguments and answer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, cast
+
+import msgspec
+
+from omni_notebook.executors.mp.faults import Fault
+from omni_notebook.protocol import OmniACK, RankStatus, SleepTask, WakeTask
+from omni_notebook.worker.batches import ArBatch, DiffusionBatch, ImageAnswer, SequenceAnswer
+from omni_notebook.worker.reports import LoadReport, WakeOutlook
+
+# ------------------------------------------------------------------------------------- to the child
+
+
+class Start(msgspec.Struct, array_like=True, tag="start"):
+    """The first frame: which class the worker is ("module:Class"), its spec, and the processors it may use."""
+
+    worker: str
+    spec: msgspec.Raw
+    cpus: tuple[int, ...]
+
+
+class Order(msgspec.Struct, array_like=True, tag="order"):
+    """Call a worker method, after those before it."""
+
+    id: int
+    method: str
+    args: msgspec.Raw
+
+
+class Ask(msgspec.Struct, array_like=True, tag="ask"):
+    """Answered at once, whatever the worker does: the process id, or its memory measured now."""
+
+    id: int
+    what: Literal["ping", "memory"]
+
+
+class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
+    """Stop an order that has not committed."""
+
+    task_id: str
+
+
+class LogLevel(msgspec.Struct, array_like=True, tag="log"):
+    """Set the level of the child's root logger."""
+
+    level: str
+
+
+class Stop(msgspec.Struct, array_like=True, tag="stop"):
+    """Shut the worker down after the orders before, then end."""
+
+
+ToChild = Start | Order | Ask | Cancel | LogLevel | Stop
+
+# ------------------------------------------------------------------------------------ to the parent
+
+
+class Reply(msgspec.Struct, array_like=True, tag="reply"):
+    """What an order or a question gave."""
+
+    id: int
+    value: msgspec.Raw
+
+
+class Failure(msgspec.Struct, array_like=True, tag="failure"):
+    """What an order raised."""
+
+    id: int
+    fault: Fault
+
+
+class Sample(msgspec.Struct, array_like=True, tag="sample"):
+    """The rank's memory; sent when it changed."""
+
+    status: RankStatus
+
+
+ToParent = Reply | Failure | Sample
+
+
+def payload(value: Any) -> msgspec.Raw:
+    """A value in the place of encoded bytes: it is encoded with the message around it, decoded later by its type."""
+    return cast("msgspec.Raw", value)
+
+
+# ------------------------------------------------------------------------------------------- methods
+
+
+class Signature(NamedTuple):
+    """A worker method as the wire sees it: the tuple type of its arguments, and the type of its answer."""
+
+    args: Any
+    answer: Any
+
+
+_NONE = tuple[()]
+
+METHODS: dict[str, Signature] = {
+    "load": Signature(_NONE, LoadReport),
+    "execute": Signature(tuple[ArBatch | DiffusionBatch], list[SequenceAnswer | ImageAnswer]),
+    "barrier": Signature(_NONE, None),
+    "ping": Signature(_NONE, int),
+    "load_weights": Signature(tuple[str, str | None], str),
+    "weights_valid": Signature(_NONE, bool),
+    "prepare_sleep": Signature(tuple[SleepTask], None),
+    "commit_sleep": Signature(tuple[str], OmniACK),
+    "abort_sleep": Signature(tuple[str], None),
+    "drop_backup": Signature(tuple[SleepTask], OmniACK),
+    "prepare_wake": Signature(tuple[WakeTask], WakeOutlook),
+    "commit_wake": Signature(tuple[str], OmniACK),
+    "abort_wake": Signature(tuple[str], None),
+    "noop": Signature(tuple[str], OmniACK),
+}
+"""Every order that the engine gives; a worker's other methods get and give plain types and arrays."""
+
+_PLAIN = Signature(tuple[Any, ...], Any)
+ASKED: dict[str, Any] = {"ping": int, "memory": RankStatus}
+
+
+def signature(method: str) -> Signature:
+    """The types of a method."""
+    return METHODS.get(method, _PLAIN)

@@ -1,0 +1,35 @@
+"""What a worker is made from and what it reports; plain types that may cross a process border, no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from omni_notebook.config import StageConfig
+from omni_notebook.protocol import RankId
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is made from; `source` overrides the configured checkpoint (restart after load_weights)."""
+
+    where: RankId
+    config: StageConfig
+    source: str | None = None
+    version: str | None = None
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded worker says; `tags` are the bytes that its mappings span."""
+
+    pid: int
+    device: str
+    device_name: str
+    weight_version: str
+    tags: dict[str, int]
+
+
+class WakeOutlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prepared wake leads to: the tags that will be awake, whether that is all, whether weights are valid."""
+
+    awake_tags: tuple[str, ...]
+    all_awake: bool
+    weights_valid: bool

@@ -1,0 +1,167 @@
+"""A worker without torch, for real child processes that start fast: it echoes, waits, fails, exits, hangs, allocates."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from omni_notebook.errors import ConfigError, OutOfMemoryError
+from omni_notebook.memory.base import TransitionCancelledError
+from omni_notebook.protocol import RankId, RankStatus, TagMemory
+
+ECHO = "tests.executors.echo_worker:EchoWorker"
+
+
+class OddError(Exception):
+    """Of a class that lives where the parent does not look."""
+
+
+def make_error(kind: str) -> BaseException:
+    """One of the errors that tests raise in a rank."""
+    errors: dict[str, BaseException] = {
+        "config": ConfigError("no such key"),
+        "memory": OutOfMemoryError("no room", needed_bytes=7, free_bytes=5),
+        "cancelled": TransitionCancelledError("stopped"),
+        "os": OSError(28, "No space left on device", "/spill/file"),
+        "value": ValueError("two", 2),
+        "plain memory": MemoryError("mmap"),
+        "odd": OddError("strange"),
+        "exit": SystemExit(3),
+        "unicode": UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad start"),
+    }
+    return errors[kind]
+
+
+class EchoWorker:
+    """Answers at once whatever it is asked; all methods are orders but for `memory` and `cancel`."""
+
+    def __init__(self, spec: Any) -> None:
+        if spec.version == "broken":
+            raise ConfigError("this worker can not be made")
+        if spec.version == "dies":
+            print("about to die", flush=True)
+            os._exit(9)
+        self.where: RankId = spec.where
+        self.journal: list[Any] = []
+        self.cancelled: set[str] = set()
+        self.held: dict[str, Any] = {}
+        self.closed = False
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+        self.closed = True
+
+    def cancel(self, task_id: str) -> None:
+        self.cancelled.add(task_id)
+
+    def memory(self) -> RankStatus:
+        held = {tag: TagMemory(len(data), len(data)) for tag, data in self.held.items()}
+        return RankStatus(
+            rank=self.where.rank,
+            replica=self.where.replica,
+            pid=os.getpid(),
+            device="cpu",
+            alive=True,
+            tags=held,
+            host_backup_bytes=0,
+            process_bytes=None,
+        )
+
+    # ---------------------------------------------------------------------------------- orders
+
+    def ping(self) -> int:
+        return os.getpid()
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def rank(self) -> int:
+        return self.where.rank
+
+    def note(self, value: Any) -> list[Any]:
+        self.journal.append(value)
+        return list(self.journal)
+
+    def wait(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "done"
+
+    def wait_on(self, rank: int, seconds: float) -> str:
+        """One rank is slow."""
+        if self.where.rank == rank:
+            time.sleep(seconds)
+        return "done"
+
+    def work(self, task_id: str, seconds: float) -> str:
+        """Until done or cancelled."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if task_id in self.cancelled:
+                return "cancelled"
+            time.sleep(0.005)
+        return "done"
+
+    def fail(self, kind: str) -> None:
+        raise make_error(kind)
+
+    def fail_on(self, rank: int, kind: str) -> str:
+        """One rank raises."""
+        if self.where.rank == rank:
+            raise make_error(kind)
+        return "done"
+
+    def hold(self, tag: str, n_bytes: int) -> None:
+        """Keep memory."""
+        self.held[tag] = bytes(n_bytes)
+
+    def total(self, values: Any) -> float:
+        return float(values.sum())
+
+    def unsendable(self) -> object:
+        return threading.Lock()
+
+    # ----------------------------------------------------- what only a process of its own can bear
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        print(f"{text} on stderr", file=sys.stderr, flush=True)
+
+    def exit(self, status: int) -> None:
+        print("last words", flush=True)
+        os._exit(status)
+
+    def exit_on(self, rank: int) -> str:
+        if self.where.rank == rank:
+            os._exit(9)
+        return "done"
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def stop_self(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def hog(self, seconds: int) -> None:
+        """C code that keeps the interpreter."""
+        ctypes.PyDLL(None).sleep(seconds)
+
+    def spawn(self) -> int:
+        """A grandchild that would outlive us."""
+        return subprocess.Popen(["sleep", "600"], close_fds=False).pid
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "threads": os.environ["OMP_NUM_THREADS"],
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "torch": "torch" in sys.modules,
+            "numpy": "numpy" in sys.modules,
+            "fds": len(os.listdir("/proc/self/fd")),
+            "maps": sum("omni-frame" in line for line in open("/proc/self/maps")),
+            "path": sys.path,
+        }

@@ -122,9 +122,9 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def _refuse_what_does_not_run_yet(self) -> None:
         cases = (
-            (self.executor != "uni", f"executor={self.executor!r}: only 'uni' runs in this release"),
-            (self.tensor_parallel_size > 1, "tensor_parallel_size > 1 needs the 'mp' executor (a later release)"),
-            (self.num_replicas > 1, "num_replicas > 1 needs the 'mp' executor (a later release)"),
+            (self.executor == "ray", "executor='ray' is not in this release; use 'uni' or 'mp'"),
+            (self.tensor_parallel_size > 1, "tensor_parallel_size > 1 is not in this release"),
+            (self.num_replicas > 1 and self.executor == "uni", "num_replicas > 1 needs executor='mp'"),
             (self.step_execution, "step_execution=True: step-level scheduling is not in this release"),
             (self.runtime in {"vllm", "diffusers"}, f"runtime={self.runtime!r} is not in this release; use 'torch'"),
             (self.device not in {"auto", "cpu"}, f"device={self.device!r}: this release runs on 'cpu' only"),

@@ -14,7 +14,7 @@ from omni_notebook.engine.flow import Flow
 from omni_notebook.engine.gates import Gates
 from omni_notebook.engine.orders import Orders
 from omni_notebook.errors import ArgumentError, EngineClosedError, StageFailedError, WorkerDiedError
-from omni_notebook.executors.uni import UniExecutor
+from omni_notebook.executors import make_executor
 from omni_notebook.protocol import (
     GIB,
     EngineStatus,
@@ -60,7 +60,7 @@ class Core:
         """
         progress("reading models", 0.0)
         for place, config in enumerate(self.config.stages):
-            self.stages.append(Stage(place, config, UniExecutor, self._on_change))
+            self.stages.append(Stage(place, config, make_executor(config), self._on_change))
         for place, stage in enumerate(self.stages):
             stage.in_transit = lambda stage=stage: self._in_transit(stage)  # type: ignore[misc]
             if place + 1 < len(self.stages):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_notebook.config import StageConfig
+    from omni_notebook.errors import WorkerDiedError
     from omni_notebook.executors.base import ExecutorFactory, RankAnswer
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.transport.connector import Connector
@@ -85,12 +86,16 @@ class Stage:
             for rank in range(self.config.tensor_parallel_size)
         )
         return Replica(
-            executor=self._make_executor(specs),
+            executor=self._make_executor(specs, self._rank_died),
             scheduler=self.model.make_scheduler(self.connector),
             changed=self.changed,
             weight_version=lambda: self.weight_version,
             on_failure=self.fail,
         )
+
+    def _rank_died(self, where: RankId, error: WorkerDiedError) -> None:  # noqa: ARG002  (the error names the rank)
+        """A rank ended by itself: the stage has FAILED at this moment, whatever it was doing."""
+        self.fail(error)
 
     def _loaded(self, reports: Sequence[LoadReport]) -> None:
         first = reports[0]
@@ -107,6 +112,7 @@ class Stage:
             Exception: what the first rank that failed to load raised; the stage is FAILED, requests are still here.
         """
         old = self.replicas
+        self.state = MemoryState.WAKING  # the one way out of FAILED
         self.set_state(MemoryState.WAKING, None, awake_tags=(), reason="restart")
         await self.stop()
         reasons = old[0].closed_by - {"restart", "shutdown", "failed", "sleep"}
@@ -140,7 +146,9 @@ class Stage:
     def set_state(
         self, state: MemoryState, level: int | None, *, awake_tags: tuple[str, ...] | None = None, reason: str = ""
     ) -> None:
-        """Change the memory state and tell everyone."""
+        """Change the memory state and tell everyone; a stage that has FAILED stays so until `restart`."""
+        if self.state == MemoryState.FAILED and state != MemoryState.FAILED:
+            return  # a rank died while an order was on its way to another end
         self.state = state
         self.level = level
         if awake_tags is not None:

@@ -9,11 +9,14 @@ from omni_notebook.protocol import MemoryState, PauseMode
 from omni_notebook.stages.quiesce import quiesce
 from omni_notebook.stages.stage import first_error
 from omni_notebook.stages.transitions import SLEEP, Context
+from omni_notebook.stages.waiting import Deadline
 
 if TYPE_CHECKING:
     from omni_notebook.stages.stage import Stage
 
 WEIGHTS_REASON = "weights"
+FAILED_PATIENCE_S = 2.0
+"""What a FAILED stage has on its device is given this long to end."""
 
 
 async def load_weights(stage: Stage, source: str, version: str | None, context: Context) -> None:
@@ -51,13 +54,17 @@ async def _after_failed_load(stage: Stage, error: BaseException, context: Contex
 async def restart(stage: Stage, context: Context) -> None:
     """End a stage's ranks and start new ones from the last checkpoint; its requests run again on them.
 
+    Ranks in processes of their own are ended at the deadline, whatever they do; a FAILED stage's are soon.
+
     Raises:
-        DeadlineError: the running batch did not end in time; a stage that has not FAILED is left as it was.
+        DeadlineError: the running batch did not end in time, and it runs in this process; nothing changed.
         Exception: what the first rank that did not load raised; the stage is FAILED.
     """
     failed = stage.state == MemoryState.FAILED
     stage.close("restart")
-    if not await stage.changed.until(lambda: stage.at_rest, context.deadline, context.token) and not failed:
+    patience = Deadline(min(FAILED_PATIENCE_S, context.deadline.left_s())) if failed else context.deadline
+    at_rest = await stage.changed.until(lambda: stage.at_rest, patience, context.token)
+    if not at_rest and not failed and stage.config.executor == "uni":
         stage.reopen("restart")
         msg = f"stage {stage.stage_id} was not restarted: its running batch had not ended; abort it or wait longer"
         raise DeadlineError(msg)

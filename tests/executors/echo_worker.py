@@ -1,4 +1,4 @@
-"""A worker without torch, for real child processes that start fast: it echoes, waits, fails, exits, hangs, allocates."""
+"""A worker without torch, for child processes that start fast: it echoes, waits, fails, exits, hangs, allocates."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from omni_notebook.errors import ConfigError, OutOfMemoryError
@@ -43,7 +44,8 @@ class EchoWorker:
 
     def __init__(self, spec: Any) -> None:
         if spec.version == "broken":
-            raise ConfigError("this worker can not be made")
+            msg = "this worker can not be made"
+            raise ConfigError(msg)
         if spec.version == "dies":
             print("about to die", flush=True)
             os._exit(9)
@@ -161,7 +163,7 @@ class EchoWorker:
             "cpus": sorted(os.sched_getaffinity(0)),
             "torch": "torch" in sys.modules,
             "numpy": "numpy" in sys.modules,
-            "fds": len(os.listdir("/proc/self/fd")),
-            "maps": sum("omni-frame" in line for line in open("/proc/self/maps")),
+            "fds": len(list(Path("/proc/self/fd").iterdir())),
+            "maps": sum("omni-frame" in line for line in Path("/proc/self/maps").read_text().splitlines()),
             "path": sys.path,
         }

@@ -42,6 +42,8 @@ from omni_notebook.executors.mp.wire import Receiver, pack
 from omni_notebook.worker.reports import WorkerSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_notebook.executors.mp.wire import Frame
 
 TICK_S = 0.5
@@ -92,25 +94,25 @@ class Orders:
         self._queue.put(None)
 
     def _main(self, start: Start, frame: Frame) -> None:
-        broken = None
+        carry_out: Callable[[Order, Frame], Any] = self._run
         try:
             self.worker = _make_worker(start, frame)
         except BaseException as error:  # noqa: BLE001  (answered to every order)
-            broken = error
+            carry_out = _raising(error)
         del start, frame
         while (item := self._queue.get()) is not None:
-            self._carry_out(*item, broken)
+            self._answer(*item, carry_out)
             del item  # its arrays are shared memory
         if self.worker is not None:
             self.worker.shutdown()
         leave(0)
 
-    def _carry_out(self, order: Order, frame: Frame, broken: BaseException | None) -> None:
+    def _run(self, order: Order, frame: Frame) -> Any:
+        return method_of(self.worker, order.method)(*_arguments(order, frame))
+
+    def _answer(self, order: Order, frame: Frame, carry_out: Callable[[Order, Frame], Any]) -> None:
         try:
-            if broken is not None:
-                raise broken
-            value = method_of(self.worker, order.method)(*_arguments(order, frame))
-            answer = pack(Reply(order.id, payload(value)))
+            answer = pack(Reply(order.id, payload(carry_out(order, frame))))
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
             answer = pack(Failure(order.id, describe(error)))
         if order.method != _BATCH:  # batches come fast; the next tick measures after them
@@ -124,7 +126,7 @@ class Orders:
         with self._sampling:
             try:
                 packet = pack(Sample(self.worker.memory()))
-            except Exception:
+            except Exception:  # noqa: BLE001  (a measurement that fails must not end the rank)
                 _log.exception("memory could not be measured")
                 return
             if packet.data != self._sampled:
@@ -139,6 +141,15 @@ def _arguments(order: Order, frame: Frame) -> tuple[Any, ...]:
         msg = f"{order.method!r}: {error}; nothing was called"
         raise ArgumentError(msg) from error
     return arguments
+
+
+def _raising(error: BaseException) -> Callable[[Order, Frame], Any]:
+    """What carries orders out where the worker could not be made."""
+
+    def carry_out(_order: Order, _frame: Frame) -> Any:
+        raise error
+
+    return carry_out
 
 
 def _make_worker(start: Start, frame: Frame) -> Any:

@@ -16,6 +16,7 @@ from omni_notebook.executors.mp.wire import pack
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_notebook.errors import WorkerDiedError
     from omni_notebook.executors.base import OnDeath
     from omni_notebook.executors.mp.wire import Packet
     from omni_notebook.protocol import RankId, RankStatus
@@ -54,7 +55,7 @@ class MpExecutor:
                 link.kill()
             raise
 
-    def _died(self, where: RankId, error: BaseException) -> None:
+    def _died(self, where: RankId, error: WorkerDiedError) -> None:
         if self._on_death is not None:
             self._on_death(where, error)
 
@@ -111,7 +112,11 @@ class MpExecutor:
         self._tell(pack(LogLevel(level)))
 
     def _tell(self, packet: Packet) -> None:
-        self._on_loop(lambda: [link.send(packet) for link in self._links])
+        def tell() -> None:
+            for link in self._links:
+                link.send(packet)
+
+        self._on_loop(tell)
 
     def memory(self) -> list[RankStatus]:
         """See `Executor.memory`: what each rank sent last; `alive` is False for one that is gone."""

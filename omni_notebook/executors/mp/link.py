@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import deque
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What an engine and a rank's process say to each other, and the types of every worker method's arguments and answer."""
+"""What an engine and a rank's process say to each other, and the types of each worker method's arguments and answer."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_notebook.errors import UnsupportedError
@@ -83,7 +84,7 @@ def _start(far: socket.socket, log: int, place: Place) -> subprocess.Popen[bytes
 
 def _environment(place: Place) -> dict[str, str]:
     """The parent's, with its import path: a notebook or a script may have changed it."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path if isinstance(entry, str))
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return {**os.environ, **ours, **environment(place)}
 

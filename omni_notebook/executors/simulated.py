@@ -1,0 +1,221 @@
+"""An executor without processes, threads or memory: any number of ranks whose delays and failures are chosen.
+
+For limits and benchmarks of what is above the executors; it keeps the same contract as the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_notebook.errors import EngineClosedError, WorkerDiedError
+from omni_notebook.executors.base import RankAnswer, method_of, silent
+from omni_notebook.executors.simulated_worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_notebook.executors.base import OnDeath
+    from omni_notebook.protocol import RankId, RankStatus
+    from omni_notebook.worker.reports import WorkerSpec
+
+
+@dataclass(slots=True, frozen=True)
+class Behaviour:
+    """What a rank does with one order: take time, raise, say nothing for ever, or die."""
+
+    delay_s: float = 0.0
+    error: BaseException | None = None
+    silent: bool = False
+    dies: bool = False
+
+
+_AS_TOLD = Behaviour()
+
+
+def well_behaved(where: RankId, method: str) -> Behaviour:  # noqa: ARG001
+    """Every order at once."""
+    return _AS_TOLD
+
+
+class SimulatedExecutor:
+    """Workers on the engine's loop; their methods may be plain or coroutine functions. One order at a time a rank."""
+
+    def __init__(
+        self,
+        specs: tuple[WorkerSpec, ...],
+        on_death: OnDeath | None = None,
+        *,
+        make_worker: Callable[[WorkerSpec], Any] = SimulatedWorker,
+        behave: Callable[[RankId, str], Behaviour] = well_behaved,
+    ) -> None:
+        self.ranks: tuple[RankId, ...] = tuple(spec.where for spec in specs)
+        self._loop = asyncio.get_running_loop()
+        self._on_death = on_death
+        self._ranks = [_Rank(spec, make_worker, behave, self._died) for spec in specs]
+        self._closed = False
+        self._ended = False
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[RankAnswer]:
+        """See `Executor.call`."""
+        if self._closed:
+            return [RankAnswer(where, None, _closed(where)) for where in self.ranks]
+        futures = [rank.order(method, args) for rank in self._ranks]
+        waiting = {future for future in futures if not future.done()}
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s)
+        return [
+            future.result() if future.done() else silent(where, method, timeout_s or 0.0)
+            for where, future in zip(self.ranks, futures, strict=True)
+        ]
+
+    def cancel(self, task_id: str) -> None:
+        """See `Executor.cancel`."""
+        for rank in self._ranks:
+            rank.worker.cancel(task_id)
+
+    def memory(self) -> list[RankStatus]:
+        """See `Executor.memory`."""
+        return [rank.memory() for rank in self._ranks]
+
+    def log_tail(self, rank: int) -> list[str]:  # noqa: ARG002
+        """See `Executor.log_tail`: these ranks have no process."""
+        return []
+
+    def kill(self, rank: int) -> None:
+        """What SIGKILL is to a real rank."""
+        for one in self._ranks:
+            if one.where.rank == rank:
+                one.die()
+
+    def _died(self, where: RankId, error: WorkerDiedError) -> None:
+        if self._on_death is not None and not self._closed:
+            self._on_death(where, error)
+
+    def shutdown(self) -> None:
+        """See `Executor.shutdown`."""
+        if not self._closed:
+            self._closed = True
+            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end()))
+
+    async def _end(self) -> None:
+        for rank in self._ranks:
+            await rank.end()
+        self._ended = True
+
+    @property
+    def ended(self) -> bool:
+        """See `Executor.ended`."""
+        return self._ended or all(rank.error is not None for rank in self._ranks)
+
+
+class _Rank:
+    """One worker and the orders that wait for it."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        make_worker: Callable[[WorkerSpec], Any],
+        behave: Callable[[RankId, str], Behaviour],
+        on_death: Callable[[RankId, WorkerDiedError], None],
+    ) -> None:
+        self.where = spec.where
+        self.worker = make_worker(spec)
+        self.error: WorkerDiedError | None = None
+        self._behave = behave
+        self._on_death = on_death
+        self._orders: dict[asyncio.Future[RankAnswer], asyncio.Task[None] | None] = {}
+        self._last: asyncio.Future[RankAnswer] | None = None
+
+    def order(self, method: str, args: tuple[Any, ...]) -> asyncio.Future[RankAnswer]:
+        """An order after those before it; answered at once where nothing is in its way."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[RankAnswer] = loop.create_future()
+        if self.error is not None:
+            answer.set_result(RankAnswer(self.where, None, self.error))
+            return answer
+        before, self._last = self._last, answer
+        behaviour = self._behave(self.where, method)
+        if behaviour is _AS_TOLD and (before is None or before.done()):
+            value, error = self._run(method, args)
+            if not inspect.isawaitable(value):
+                answer.set_result(RankAnswer(self.where, value, error))
+                return answer
+            method, args = "_await", (value,)
+        task = loop.create_task(self._later(before, behaviour, method, args, answer))
+        self._orders[answer] = task
+        return answer
+
+    def _run(self, method: str, args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+        try:
+            return method_of(self.worker, method)(*args), None
+        except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
+            return None, error
+
+    async def _later(
+        self,
+        before: asyncio.Future[RankAnswer] | None,
+        behaviour: Behaviour,
+        method: str,
+        args: tuple[Any, ...],
+        answer: asyncio.Future[RankAnswer],
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        await asyncio.sleep(behaviour.delay_s)
+        if behaviour.silent:
+            await asyncio.get_running_loop().create_future()
+        if behaviour.dies:
+            self.die()
+            return
+        value, error = (args[0], None) if method == "_await" else self._run(method, args)
+        if behaviour.error is not None:
+            value, error = None, behaviour.error
+        if inspect.isawaitable(value):
+            try:
+                value = await value
+            except Exception as raised:  # noqa: BLE001  (it belongs to the caller)
+                value, error = None, raised
+        self._orders.pop(answer, None)
+        if not answer.done():
+            answer.set_result(RankAnswer(self.where, value, error))
+
+    def memory(self) -> RankStatus:
+        """The worker's, or what is left of it."""
+        status: RankStatus = self.worker.memory()
+        return status if self.error is None else msgspec.structs.replace(status, alive=False, tags={})
+
+    def die(self) -> None:
+        """Answer for everything that is under way."""
+        if self.error is not None:
+            return
+        where = self.where
+        message = f"rank {where.rank} of stage {where.stage_id} was killed; call restart({where.stage_id})"
+        self.error = WorkerDiedError(message, stage_id=where.stage_id, rank=where.rank)
+        orders, self._orders = self._orders, {}
+        for answer, task in orders.items():
+            if not answer.done():
+                answer.set_result(RankAnswer(where, None, self.error))
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        self._on_death(where, self.error)
+
+    async def end(self) -> None:
+        """After the orders before; those that never end are called off."""
+        tasks = {task for task in self._orders.values() if task is not None}
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=3.0)
+            for task in stuck:
+                task.cancel()
+        for answer in self._orders:
+            if not answer.done():
+                answer.set_result(RankAnswer(self.where, None, _closed(self.where)))
+        self.worker.shutdown()
+
+
+def _closed(where: RankId) -> EngineClosedError:
+    return EngineClosedError(f"stage {where.stage_id} was shut down")

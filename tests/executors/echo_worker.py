@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -167,3 +168,24 @@ class EchoWorker:
             "maps": sum("omni-frame" in line for line in Path("/proc/self/maps").read_text().splitlines()),
             "path": sys.path,
         }
+
+
+class AsyncEchoWorker(EchoWorker):
+    """The same for an executor whose ranks share a thread: what takes time is a coroutine."""
+
+    async def wait(self, seconds: float) -> str:  # type: ignore[override]
+        await asyncio.sleep(seconds)
+        return "done"
+
+    async def wait_on(self, rank: int, seconds: float) -> str:  # type: ignore[override]
+        if self.where.rank == rank:
+            await asyncio.sleep(seconds)
+        return "done"
+
+    async def work(self, task_id: str, seconds: float) -> str:  # type: ignore[override]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if task_id in self.cancelled:
+                return "cancelled"
+            await asyncio.sleep(0.005)
+        return "done"

@@ -123,6 +123,10 @@ class EchoWorker:
         """Keep memory."""
         self.held[tag] = bytes(n_bytes)
 
+    def hold_later(self, tag: str, n_bytes: int, seconds: float) -> None:
+        """Memory that changes while nobody orders anything."""
+        threading.Timer(seconds, self.hold, (tag, n_bytes)).start()
+
     def total(self, values: Any) -> float:
         return float(values.sum())
 

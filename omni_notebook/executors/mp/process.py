@@ -47,6 +47,7 @@ class RankProcess:
             self.socket.setblocking(False)
             undo.pop_all()
         self._finalizer = weakref.finalize(self, _end, self._process, (self.socket, self.pidfd, self.log), os.getpid())
+        self._finalizer.atexit = False  # whoever made it may still want to end it in order; it dies with us anyway
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the child and all that it has started."""

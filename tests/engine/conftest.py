@@ -1,4 +1,4 @@
-"""Engines for tests: the shipped demo, on real threads and real memory."""
+"""Engines for tests: the shipped demo, on real threads or processes and real memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
+from omni_notebook.executors.mp import executor as mp_executor
 from tests.engine.engine_helpers import reset
+from tests.engine.faulty_worker import FAULTY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(scope="module")
-def shared_engine() -> Iterator[AsyncOmni]:
+@pytest.fixture(scope="session", autouse=True)
+def faulty_workers() -> Iterator[None]:
+    """Children of these tests can be told to fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mp_executor, "WORKER", FAULTY)
+        yield
+
+
+@pytest.fixture(scope="module", params=["uni", "mp"])
+def shared_engine(request: pytest.FixtureRequest) -> Iterator[AsyncOmni]:
     """One engine for a module's tests; each test begins with all stages awake and nothing paused."""
-    with AsyncOmni(model="demo", enable_sleep_mode=True) as engine:
+    with AsyncOmni(model="demo", enable_sleep_mode=True, executor=request.param) as engine:
         yield engine
 
 

@@ -7,6 +7,8 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+from tests.engine import faulty_worker
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -37,9 +39,33 @@ async def until(predicate: Any, seconds: float = 20.0) -> None:
             await asyncio.sleep(0.002)
 
 
+def in_processes(engine: AsyncOmni) -> bool:
+    """Whether the engine's ranks are child processes."""
+    return all(stage.config.executor == "mp" for stage in engine._core.stages)
+
+
+def _tell(engine: AsyncOmni, stage_id: int, method: str, **fault: Any) -> None:
+    for replica in engine._core.stages[stage_id].replicas:
+        replica.executor.cancel(faulty_worker.words(method=method, **fault))
+
+
+@contextlib.contextmanager
+def _told(engine: AsyncOmni, stage_id: int, method: str, **fault: Any) -> Iterator[None]:
+    """What a `FaultyWorker` is told now, and taken back after."""
+    _tell(engine, stage_id, method, **fault)
+    try:
+        yield
+    finally:
+        _tell(engine, stage_id, method)
+
+
 @contextlib.contextmanager
 def fault(engine: AsyncOmni, stage_id: int, method: str, error: BaseException) -> Iterator[None]:
     """Make one rank raise in one order, at the seam between the executor and the worker."""
+    if in_processes(engine):
+        with _told(engine, stage_id, method, error=type(error).__name__, args=error.args):
+            yield
+        return
     worker = engine._core.stages[stage_id].replicas[0].executor._worker
 
     def broken(*_args: Any) -> None:
@@ -55,6 +81,10 @@ def fault(engine: AsyncOmni, stage_id: int, method: str, error: BaseException) -
 @contextlib.contextmanager
 def slow(engine: AsyncOmni, stage_id: int, seconds: float) -> Iterator[None]:
     """Make every batch of a stage take longer by `seconds`, as a big model would."""
+    if in_processes(engine):
+        with _told(engine, stage_id, "execute", seconds=seconds):
+            yield
+        return
     worker = engine._core.stages[stage_id].replicas[0].executor._worker
     execute = worker.execute
 
@@ -67,6 +97,14 @@ def slow(engine: AsyncOmni, stage_id: int, seconds: float) -> Iterator[None]:
         yield
     finally:
         del worker.execute
+
+
+def ask(engine: AsyncOmni, stage_id: int, question: str, *args: Any) -> Any:
+    """One of `faulty_worker`'s questions about a rank's model, answered where the rank is."""
+    executor = engine._core.stages[stage_id].replicas[0].executor
+    if in_processes(engine):
+        return engine.submit(executor.call(question, *args)).result(30)[0].unwrap()
+    return getattr(faulty_worker, question)(executor._worker, *args)
 
 
 async def reset(engine: AsyncOmni) -> None:

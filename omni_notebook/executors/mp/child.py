@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
-_BATCH = "execute"
+_NOT_MEASURED = frozenset({"execute", "ping", "barrier", "noop", "weights_valid"})
+"""Orders that move no memory, or come too fast to measure after each: the next tick does. After all others memory is
+measured and sent before the answer, so that who has the answer has the memory after it."""
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class Orders:
             answer = pack(Reply(order.id, payload(carry_out(order, frame))))
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
             answer = pack(Failure(order.id, describe(error)))
-        if order.method != _BATCH:  # batches come fast; the next tick measures after them
+        if order.method not in _NOT_MEASURED:
             self.sample()
         answer.send(self._connection)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
+import math
 import os
 import socket
 import struct
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
-
-T = TypeVar("T")
 
 INLINE_BYTES = 32 * 1024
 """Frames up to this size travel in the socket itself."""
@@ -124,6 +124,12 @@ class _Packer:
         return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(ref))
 
 
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Making one costs more than using it; the types are those of the messages and methods, a few dozen."""
+    return msgspec.msgpack.Decoder(kind, ext_hook=functools.partial(_view, memoryview(b"")))
+
+
 def pack(message: Any) -> Packet:
     """A message as a frame.
 
@@ -147,26 +153,30 @@ class Frame:
         self.body = data[_LENGTH.size : _LENGTH.size + length]
         self._arrays = data[_aligned(_LENGTH.size + length) :]
 
-    def decode(self, kind: type[T] | Any, part: msgspec.Raw | None = None) -> T:
+    def decode(self, kind: Any, part: msgspec.Raw | None = None) -> Any:
         """The body, or a part of it, as `kind`.
 
         Raises:
             msgspec.ValidationError: it is something else.
         """
-        value: T = msgspec.msgpack.decode(self.body if part is None else part, type=kind, ext_hook=self._array)
-        return value
+        data = self.body if part is None else part
+        if not self._arrays:
+            return _decoder(kind).decode(data)
+        return msgspec.msgpack.decode(data, type=kind, ext_hook=functools.partial(_view, self._arrays))
 
-    def _array(self, code: int, data: memoryview) -> np.ndarray[Any, Any]:
-        import numpy as np  # noqa: PLC0415  (a rank without arrays needs none)
 
-        if code != _ARRAY:
-            msg = f"extension {code} is unknown"
-            raise msgspec.ValidationError(msg)
-        ref = msgspec.msgpack.decode(data, type=_ArrayRef)
-        kind, count = np.dtype(ref.dtype), int(np.prod(ref.shape, dtype=np.int64))
-        if count == 0:
-            return np.empty(ref.shape, kind)
-        return np.frombuffer(self._arrays, kind, count, ref.offset).reshape(ref.shape)
+def _view(arrays: memoryview, code: int, data: memoryview) -> np.ndarray[Any, Any]:
+    """The array that an extension in a frame stands for."""
+    import numpy as np  # noqa: PLC0415  (a rank without arrays needs none)
+
+    if code != _ARRAY:
+        msg = f"extension {code} is unknown"
+        raise msgspec.ValidationError(msg)
+    ref = msgspec.msgpack.decode(data, type=_ArrayRef)
+    kind, count = np.dtype(ref.dtype), math.prod(ref.shape)
+    if count == 0:
+        return np.empty(ref.shape, kind)
+    return np.frombuffer(arrays, kind, count, ref.offset).reshape(ref.shape)
 
 
 class Receiver:

@@ -133,6 +133,7 @@ async def _processes() -> dict[str, Any]:
     order = asyncio.ensure_future(_times_ms(ROUNDS // 4, lambda: executor.call("noop", "task")))
     found["status"] = await _times_ms(ROUNDS, executor.memory)
     await order
+    found["measure"] = await _times_ms(ROUNDS // 4, lambda: executor.measure(60.0))
     found["sleep"] = await _times_ms(20, lambda: _sleep(executor))
     executor.shutdown()
     while not executor.ended:  # noqa: ASYNC110  (its end is not signalled)
@@ -205,6 +206,13 @@ def measure() -> list[Figure]:
             bar=f"≤ {ORDER_MS:g} ms",
             met=_p95(found["noop"]) <= ORDER_MS,
             note=f"median {_p50(found['noop']):.2f} ms against {_p50(many):.2f} ms",
+        ),
+        Figure(
+            what=f"memory asked of {RANKS} ranks now (what status does not do), p95",
+            value=_p95(found["measure"]),
+            unit="ms",
+            floor=_p95(many),
+            floor_is=floor,
         ),
         Figure(
             what=f"three orders in a row (sleep, wake) to {RANKS} ranks, p95",

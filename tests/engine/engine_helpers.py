@@ -79,24 +79,24 @@ def fault(engine: AsyncOmni, stage_id: int, method: str, error: BaseException) -
 
 
 @contextlib.contextmanager
-def slow(engine: AsyncOmni, stage_id: int, seconds: float) -> Iterator[None]:
-    """Make every batch of a stage take longer by `seconds`, as a big model would."""
+def slow(engine: AsyncOmni, stage_id: int, seconds: float, order: str = "execute") -> Iterator[None]:
+    """Make every batch (or another order) of a stage take longer by `seconds`, as a big model would."""
     if in_processes(engine):
-        with _told(engine, stage_id, "execute", seconds=seconds):
+        with _told(engine, stage_id, order, seconds=seconds):
             yield
         return
     worker = engine._core.stages[stage_id].replicas[0].executor._worker
-    execute = worker.execute
+    method = getattr(worker, order)
 
-    def slower(batch: Any) -> Any:
+    def slower(argument: Any) -> Any:
         time.sleep(seconds)
-        return execute(batch)
+        return method(argument)
 
-    worker.execute = slower
+    setattr(worker, order, slower)
     try:
         yield
     finally:
-        del worker.execute
+        delattr(worker, order)
 
 
 def ask(engine: AsyncOmni, stage_id: int, question: str, *args: Any) -> Any:

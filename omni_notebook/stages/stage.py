@@ -162,7 +162,9 @@ class Stage:
         self.tell(reason)
 
     def fail(self, error: BaseException) -> None:
-        """The stage can not go on; `restart` helps."""
+        """The stage can not go on; `restart` helps. The first error is the cause, those after it are consequences."""
+        if self.state == MemoryState.FAILED:
+            return
         self.last_error = f"{type(error).__name__}: {error}"
         self.close("failed")
         self.set_state(MemoryState.FAILED, self.level, awake_tags=(), reason=self.last_error)

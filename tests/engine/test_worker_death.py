@@ -13,6 +13,7 @@ import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import OmniError, SleepError, StageFailedError, UnsupportedError, WakeError, WorkerDiedError
+from omni_notebook.executors.mp import executor as mp_executor
 from omni_notebook.protocol import StateEvent
 from tests.engine.engine_helpers import collect, golden, reset, slow, until
 
@@ -200,6 +201,36 @@ def test_a_model_that_does_not_load_leaves_no_process() -> None:
     with pytest.raises(OmniError):
         AsyncOmni("demo", executor="mp", spill_dir="/no/such/folder")
     assert set(psutil.Process().children()) == children
+
+
+def test_a_rank_that_dies_while_it_loads_fails_the_start_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = set(psutil.Process().children())
+    monkeypatch.setattr(mp_executor, "WORKER", "tests.executors.echo_worker:DyingWorker")
+    with pytest.raises(WorkerDiedError, match="ended with status 1") as caught:
+        AsyncOmni("demo", executor="mp")
+    assert caught.value.log_lines == ["no strength to load"]
+    assert set(psutil.Process().children()) == children
+
+
+def test_one_death_is_told_once(engine: AsyncOmni) -> None:
+    async def run() -> None:
+        with slow(engine, 1, 5.0):
+            request = asyncio.create_task(collect(engine))
+            await until(lambda: engine.status().stages[1].running)
+            async with engine.subscribe() as events:
+                await killed(engine, 1)
+                with pytest.raises(WorkerDiedError):
+                    await request
+                await engine.restart(1)
+                seen: list[str] = []
+                async for event in events:
+                    if isinstance(event, StateEvent):
+                        seen.append(str(event.state))
+                    if seen[-1:] == ["AWAKE"]:
+                        break
+            assert seen == ["FAILED", "WAKING", "AWAKE"]
+
+    asyncio.run(run())
 
 
 def test_replicas_answer_one_by_one_and_sleep_together() -> None:

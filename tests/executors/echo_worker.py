@@ -127,6 +127,10 @@ class EchoWorker:
         """Memory that changes while nobody orders anything."""
         threading.Timer(seconds, self.hold, (tag, n_bytes)).start()
 
+    def break_cancel(self) -> None:
+        """From now on `cancel` raises."""
+        del self.cancelled
+
     def total(self, values: Any) -> float:
         return float(values.sum())
 
@@ -172,6 +176,14 @@ class EchoWorker:
             "maps": sum("omni-frame" in line for line in Path("/proc/self/maps").read_text().splitlines()),
             "path": sys.path,
         }
+
+
+class DyingWorker(EchoWorker):
+    """Does not survive its first order."""
+
+    def load(self) -> None:
+        print("no strength to load", flush=True)
+        os._exit(1)
 
 
 class AsyncEchoWorker(EchoWorker):

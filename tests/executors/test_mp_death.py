@@ -142,8 +142,21 @@ def test_a_rank_that_works_answers_the_side_channel(mp: Run) -> None:
         measured = [a.unwrap() for a in await executor.measure(5)]
         assert [m.tags["weights"].resident_bytes for m in measured] == [5, 5]
         executor.set_log_level("DEBUG")
+        with pytest.raises(ArgumentError, match="no log level"):
+            executor.set_log_level("LOUD")
         executor.cancel("t")
         await order
+
+    mp(test)
+
+
+def test_a_cancel_that_raises_does_not_end_the_rank(mp: Run) -> None:
+    async def test() -> None:
+        executor = mp.make(1)
+        await executor.call("break_cancel")
+        executor.cancel("t")
+        assert (await executor.call("rank"))[0].unwrap() == 0
+        assert any("could not be followed" in line for line in executor.log_tail(0))
 
     mp(test)
 

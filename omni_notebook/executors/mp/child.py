@@ -105,8 +105,11 @@ class Orders:
         while (item := self._queue.get()) is not None:
             self._answer(*item, carry_out)
             del item  # its arrays are shared memory
-        if self.worker is not None:
-            self.worker.shutdown()
+        try:
+            if self.worker is not None:
+                self.worker.shutdown()
+        except Exception:  # noqa: BLE001  (the end of the process gives everything back)
+            _log.exception("the worker's shutdown failed")
         leave(0)
 
     def _run(self, order: Order, frame: Frame) -> Any:
@@ -179,7 +182,10 @@ class Control:
             frame = self._receiver.receive()
             if frame is None:
                 leave(1)
-            self._take(frame.decode(ToChild), frame)
+            try:
+                self._take(frame.decode(ToChild), frame)
+            except Exception:  # noqa: BLE001  (one bad word must not end the rank)
+                _log.exception("a message could not be followed")
 
     def _take(self, message: ToChild, frame: Frame) -> None:
         if isinstance(message, Order):

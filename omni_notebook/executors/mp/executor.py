@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,14 @@ class MpExecutor:
         self._tell(pack(Cancel(task_id)))
 
     def set_log_level(self, level: str) -> None:
-        """Set the level of every rank's root logger ("DEBUG", …); returns at once."""
+        """Set the level of every rank's root logger ("DEBUG", …); returns at once.
+
+        Raises:
+            ArgumentError: there is no such level.
+        """
+        if level not in logging.getLevelNamesMapping():
+            msg = f"{level!r} is no log level; known are: {', '.join(logging.getLevelNamesMapping())}. Nothing changed"
+            raise ArgumentError(msg)
         self._tell(pack(LogLevel(level)))
 
     def _tell(self, packet: Packet) -> None:

@@ -103,8 +103,8 @@ def train(folder: Path, scenes: Scenes, schedule: Schedule, metadata: dict[str, 
         clean = predict(mixed, time, condition.plan_ids, condition.hidden, condition.hidden_mask).float()
         return ((clean - images).square().mean((1, 2, 3)) / (1 - time).clamp(min=MIN_REMAINING).square()).mean()
 
-    fit("diffusion", model, loss, schedule)
-    save_weights(model, folder, metadata)
+    steps = fit("diffusion", model, loss, schedule)
+    save_weights(model, folder, {**metadata, "steps": str(steps)})
     (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, **asdict(config)}, indent=2) + "\n", encoding="utf-8")
 
 

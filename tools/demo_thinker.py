@@ -197,8 +197,8 @@ def train(folder: Path, examples: Sequence[Example], schedule: Schedule, metadat
         states, target = plan_states(model, ids.long(), lengths)
         return F.cross_entropy(model.logits(states).flatten(0, 1).float(), target.flatten(), ignore_index=PAD)
 
-    fit("thinker", model, loss, schedule)
-    save_weights(model, folder, metadata)
+    steps = fit("thinker", model, loss, schedule)
+    save_weights(model, folder, {**metadata, "steps": str(steps)})
 
 
 def load(folder: Path, device: str) -> Decoder:

@@ -52,8 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scenes", type=int, default=200_000, help="prompts to train the diffusion model on, twice that many scenes")
     parser.add_argument("--thinker-steps", type=int, default=3500)
     parser.add_argument("--judge-steps", type=int, default=3000)
-    parser.add_argument("--dit-steps", type=int, default=20_000)
+    parser.add_argument("--dit-steps", type=int, default=17_000)
     parser.add_argument("--dit-batch", type=int, default=1024)
+    parser.add_argument("--dit-minutes", type=float, default=float("inf"), help="end the diffusion training by then")
     parser.add_argument("--count", type=int, default=500, help="held-out prompts and scenes to score")
     parser.add_argument("--guidance", type=float, default=demo_diffusion.GUIDANCE)
     parser.add_argument("--compile", action="store_true", help="torch.compile the diffusion training")
@@ -77,12 +78,14 @@ def _train_dit(args: argparse.Namespace, thinker: Path, dit: Path) -> None:
     examples = make_examples(args.scenes, args.seed + 2)
     model = demo_thinker.load(thinker, args.device)
     scenes = demo_diffusion.Scenes(model, thinker, examples, args.seed + 3, args.device)
-    schedule = Schedule(args.dit_steps, args.dit_batch, 1e-3, args.device, args.seed, 0.9995, args.compile)
+    schedule = Schedule(
+        args.dit_steps, args.dit_batch, 1.5e-3, args.device, args.seed, 0.9995, args.compile, args.dit_minutes * 60
+    )
     demo_diffusion.train(dit, scenes, schedule, _metadata(schedule, data_hash(examples)))
 
 
 def _metadata(schedule: Schedule, digest: str) -> dict[str, str]:
-    return {"seed": str(schedule.seed), "steps": str(schedule.steps), "batch": str(schedule.batch), "data_hash": digest}
+    return {"seed": str(schedule.seed), "batch": str(schedule.batch), "data_hash": digest}
 
 
 def _evaluate(args: argparse.Namespace, thinker: Path, dit: Path) -> None:

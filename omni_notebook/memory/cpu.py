@@ -181,7 +181,7 @@ class CpuPool:
             core.check_open("write_ahead")
             core.ahead.stop()
             if contents := self._sleeping.ahead_contents():
-                core.ahead.start(lambda stop: core.backuper.back_up(contents, stop=stop, lanes=1))
+                core.ahead.start(lambda stop: core.backuper.back_up(contents, stop=stop, ahead=True))
 
     def wait_write_ahead(self, timeout_s: float) -> bool:
         """Whether the background backup is complete (writes after it are the next sleep's)."""
@@ -207,11 +207,10 @@ class CpuPool:
             return self._sleeping.prepare(level, tags, cancelled)
 
     def commit_sleep(self) -> UnmapReport:
-        """Give the prepared tags' pages up, and measure. Where writes are tracked, late ones are still saved.
+        """Give the prepared tags' pages up, and measure; what was written since the prepare is lost.
 
         Raises:
             TransitionOrderError: no sleep is prepared.
-            OSError: a late write could not be saved; nothing was given up.
         """
         with self._lock:
             return self._sleeping.commit()

@@ -21,7 +21,7 @@ from omni_notebook.stages.waiting import OrderCancelled, acquire
 from omni_notebook.worker.ack import error_ack, source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from omni_notebook.executors.base import RankAnswer
     from omni_notebook.stages.stage import Stage
@@ -60,6 +60,15 @@ class _Before:
 
 def _before(stage: Stage) -> _Before:
     return _Before(stage.state, stage.level, stage.awake_tags)
+
+
+async def whole(stage: Stage, task_id: str, running: Awaitable[list[OmniACK]]) -> list[OmniACK]:
+    """A transition's ACKs; a bug in it fails the stage instead of leaving it in between."""
+    try:
+        return await running
+    except Exception as error:  # noqa: BLE001  (whatever it is, the stage gets a named state)
+        stage.fail(error)
+        return _all_errors(stage, task_id, error)
 
 
 # -------------------------------------------------------------------------------------------- sleep
@@ -193,6 +202,7 @@ async def _roll_back(
     stage: Stage, task_id: str, abort: str, before: _Before, answers: Sequence[RankAnswer], context: Context
 ) -> list[OmniACK]:
     """Abort on every rank; each answers ERROR, its own or the culprit's."""
+    stage.cancel_order(task_id)
     aborted = await stage.call_all(abort, task_id, timeout_s=GRACE_S)
     culprit = next((a for a in answers if a.error is not None), None)
     acks = [_rolled_back(stage, task_id, answer, culprit) for answer in answers]

@@ -135,6 +135,7 @@ class Control:
         if plan is None or plan.task.task_id != task_id:
             raise OmniError(_no_such("sleep", task_id))
         self._sleeping = None
+        self._cancelled.discard(task_id)
         unmapped = self._pool.commit_sleep()
         dropped = self._after_unmap(plan, unmapped.freed)
         task = plan.task
@@ -304,6 +305,7 @@ class Control:
         if plan is None or plan.task.task_id != task_id:
             raise OmniError(_no_such("wake", task_id))
         self._waking = None
+        self._cancelled.discard(task_id)
         if self._sleeping_tags(plan.task):
             self._pool.commit_wake()
         self._levels = {tag: level for tag, level in self._levels.items() if tag not in plan.outlook.awake_tags}

@@ -158,8 +158,9 @@ class Worker:
     # ------------------------------------------------------------------------ from any thread
 
     def cancel(self, task_id: str) -> None:
-        """See `Control.cancel`."""
+        """Stop an order that has not committed, or a batch that nobody waits for; returns at once."""
         self._control.cancel(task_id)
+        self._runner.cancel(task_id)
 
     def memory(self) -> RankStatus:
         """This rank's memory, measured now."""

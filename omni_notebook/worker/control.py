@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from omni_notebook.errors import OmniError
+from omni_notebook.errors import NeedsWeightsError, OmniError
 from omni_notebook.memory.base import (
     BALLAST,
     WEIGHTS,
@@ -62,6 +62,15 @@ class _Sleeping(msgspec.Struct, frozen=True, kw_only=True):
     unrecoverable: str | None
 
 
+class _Done(msgspec.Struct, frozen=True):
+    """The last order that committed, so that it can be undone if another rank did not commit."""
+
+    task_id: str
+    tags: tuple[str, ...]
+    level: int
+    slept: bool
+
+
 class _Waking(msgspec.Struct, frozen=True, kw_only=True):
     task: WakeTask
     started_s: float
@@ -92,6 +101,7 @@ class Control:
         self._levels: dict[str, int] = {}
         self._sleeping: _Sleeping | None = None
         self._waking: _Waking | None = None
+        self._done: _Done | None = None
         self._cancelled: set[str] = set()
 
     @property
@@ -119,15 +129,19 @@ class Control:
         self._runner.synchronize()
         sync_ms = ms_since(started_s)
         prepared = self._pool.prepare_sleep(task.level, task.tags, cancelled=lambda: task.task_id in self._cancelled)
-        why = None
-        if task.level == 2 and self._weights.valid and WEIGHTS in prepared.backup:
-            why = self._weights.why_unrecoverable(modified=bool(prepared.modified))
+        why = self._why_unrecoverable(prepared) if task.level == 2 and self._weights.valid else None
         if why is not None and not task.discard:
             self._pool.abort_sleep()
             raise UnrecoverableError(_refusal(why))
         self._sleeping = _Sleeping(
             task=task, started_s=started_s, prepared=prepared, sync_ms=sync_ms, unrecoverable=why
         )
+
+    def _why_unrecoverable(self, prepared: PrepareReport) -> str | None:
+        """Why a level 2 could not be undone; weights that sleep already are looked at in their backup."""
+        if WEIGHTS in prepared.backup:
+            return self._weights.why_unrecoverable(modified=bool(prepared.modified))
+        return self._weights.why_unrecoverable(modified=self._pool.modified_in_backup(WEIGHTS))
 
     def commit_sleep(self, task_id: str) -> OmniACK:
         """Give the pages up, measure, answer."""
@@ -139,6 +153,7 @@ class Control:
         unmapped = self._pool.commit_sleep()
         dropped = self._after_unmap(plan, unmapped.freed)
         task = plan.task
+        self._done = _Done(task_id, tuple(unmapped.freed), task.level, slept=True)
         return self._acks.sleep(
             task_id,
             plan.prepared,
@@ -306,7 +321,9 @@ class Control:
             raise OmniError(_no_such("wake", task_id))
         self._waking = None
         self._cancelled.discard(task_id)
-        if self._sleeping_tags(plan.task):
+        woken = self._sleeping_tags(plan.task)
+        self._done = _Done(task_id, woken, self.level or 1, slept=False)
+        if woken:
             self._pool.commit_wake()
         self._levels = {tag: level for tag, level in self._levels.items() if tag not in plan.outlook.awake_tags}
         if WEIGHTS in plan.outlook.awake_tags:
@@ -337,6 +354,33 @@ class Control:
         if self._waking is not None:
             self._waking = None
             self._pool.abort_wake()
+
+    def undo(self, task_id: str) -> None:
+        """Take back an order that this rank prepared or committed, because another rank could not commit it.
+
+        Raises:
+            OmniError: this rank never prepared it, or what it dropped can not be had again.
+        """
+        if self._sleeping is not None and self._sleeping.task.task_id == task_id:
+            self.abort_sleep(task_id)
+        elif self._waking is not None and self._waking.task.task_id == task_id:
+            self.abort_wake(task_id)
+        elif self._done is not None and self._done.task_id == task_id:
+            self._undo_done(self._done)
+        else:
+            raise OmniError(_no_such("order", task_id))
+
+    def _undo_done(self, done: _Done) -> None:
+        if not done.slept:
+            self.prepare_sleep(SleepTask(task_id=done.task_id, level=done.level, tags=done.tags))
+            self.commit_sleep(done.task_id)
+            return
+        outlook = self.prepare_wake(WakeTask(task_id=done.task_id, tags=done.tags))
+        if not outlook.weights_valid and WEIGHTS in done.tags:
+            self.abort_wake(done.task_id)
+            msg = "the sleep that is to be undone discarded weights that no path reproduces"
+            raise NeedsWeightsError(msg)
+        self.commit_wake(done.task_id)
 
 
 def _refusal(why: str) -> str:

@@ -151,6 +151,10 @@ class Worker:
         """See `Control.abort_wake`."""
         self._control.abort_wake(task_id)
 
+    def undo(self, task_id: str) -> None:
+        """See `Control.undo`."""
+        self._control.undo(task_id)
+
     def noop(self, task_id: str) -> OmniACK:
         """See `Control.noop`."""
         return self._control.noop(task_id)

@@ -38,11 +38,16 @@ async def until(predicate: Any, seconds: float = 20.0) -> None:
 
 
 @contextlib.contextmanager
-def fault(engine: AsyncOmni, stage_id: int, method: str, error: BaseException) -> Iterator[None]:
-    """Make one rank raise in one order, at the seam between the executor and the worker."""
+def fault(
+    engine: AsyncOmni, stage_id: int, method: str, error: BaseException, *, after: bool = False
+) -> Iterator[None]:
+    """Make one rank raise in one order, at the seam between the executor and the worker; `after` doing it if so."""
     worker = engine._core.stages[stage_id].replicas[0].executor._worker
+    real = getattr(worker, method)
 
-    def broken(*_args: Any) -> None:
+    def broken(*args: Any) -> None:
+        if after:
+            real(*args)
         raise error
 
     setattr(worker, method, broken)

@@ -316,7 +316,8 @@ def test_a_failed_stage_ends_its_clients_and_those_on_their_way_with_the_call_th
         with slow(engine, 0, 0.05):
             coming = asyncio.create_task(collect(engine))
             await until(lambda: engine.status().stages[0].running)
-            with fault(engine, 1, "commit_sleep", RuntimeError("the driver is gone")):
+            gone = RuntimeError("the driver is gone")
+            with fault(engine, 1, "commit_sleep", gone), fault(engine, 1, "undo", gone):
                 await engine.sleep([1], mode="keep", raise_on_error=False)
         assert engine.status().stages[1].state == "FAILED"
         for client in (*queued, coming):

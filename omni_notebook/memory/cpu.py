@@ -36,6 +36,11 @@ class CpuPool:
     Each `adopt` and each `empty` makes one segment of whole 2 MiB chunks. Tensors keep their addresses until the last
     view is gone, also after `close`, when they read as zeros. While a tag sleeps its tensors read as zeros too.
 
+    What leaves the pool: `copy.deepcopy`, `.to(dtype)` and `share_memory_()` make tensors of their own elsewhere. A
+    forked child does not have the pages (touching a tensor there ends the child); spawned ones are not concerned. Memory
+    that a device writes by itself (long-term pins) is not seen by write tracking. Writes between `prepare_sleep` and
+    `commit_sleep` are lost.
+
     Args:
         spill_dir: where backups go; None = the system's folder for temporary files.
         backup: "checkpoint" restores unmodified weights through `set_checkpoint_restorer` instead of a copy.

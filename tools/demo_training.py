@@ -42,8 +42,10 @@ def fit(name: str, model: nn.Module, loss: Callable[[int], Tensor], schedule: Sc
     The model is left with the running average of its weights if one is kept.
     """
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=schedule.rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+    )
+    parameters: list[torch.Tensor] = list(model.parameters())
     averages = [value.detach().clone() for value in parameters]
     step, progress, started = 0, 0.0, time.perf_counter()
     while progress < 1:

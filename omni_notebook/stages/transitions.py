@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from omni_notebook.executors.base import RankAnswer
     from omni_notebook.stages.stage import Stage
     from omni_notebook.stages.waiting import CancelToken, Deadline
-    from omni_notebook.worker.control import WakeOutlook
+    from omni_notebook.worker.waking import WakeOutlook
 
 SLEEP = "sleep"
 GRACE_S = 30.0

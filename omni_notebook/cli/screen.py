@@ -27,9 +27,15 @@ PIPE_WIDTH = 120
 NONE = "–"
 
 
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`, which knows the exit status for it."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """A console on stdout; without colours and of a fixed width where that is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    return _Screen(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 class TerminalFrontend(PlainFrontend):

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _forget_stdout()
         return UNREAD
     except KeyboardInterrupt:
-        return _complain("interrupted; what was started has been stopped, nothing was written", INTERRUPTED)
+        return _complain("interrupted; what was started has been stopped", INTERRUPTED)
     except ArgumentError as error:
         return _complain(error, BAD_INPUT)
     except (OmniError, OSError) as error:

@@ -37,8 +37,8 @@ class CpuPool:
     view is gone, also after `close`, when they read as zeros. While a tag sleeps its tensors read as zeros too.
 
     What leaves the pool: `copy.deepcopy`, `.to(dtype)` and `share_memory_()` make tensors of their own elsewhere. A
-    forked child does not have the pages (touching a tensor there ends the child); spawned ones are not concerned. Memory
-    that a device writes by itself (long-term pins) is not seen by write tracking. Writes between `prepare_sleep` and
+    forked child does not have the pages (touching a tensor there ends the child); a spawned one never had. Memory that
+    a device writes by itself (long-term pins) is not seen by write tracking. Writes between `prepare_sleep` and
     `commit_sleep` are lost.
 
     Args:

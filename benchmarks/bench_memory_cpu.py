@@ -139,13 +139,17 @@ def _own_s() -> float:
     return times.user + times.system
 
 
+def verdict(met: bool, others: float) -> bool | None:
+    """Whether a bar is met; None: a miss, but others had so much of the machine that it tells nothing."""
+    return None if not met and others >= RESOLVED_UNDER else met
+
+
 def share_figures(rounds: Rounds, what: str, name: str, bar: float, others: float) -> list[Figure]:
     """A step in percent of memcpy on one thread (with the bar, if not 0) and on as many as the pool uses."""
     found = []
     for floor, limit in (("memcpy on 1 thread", bar), (f"memcpy on {default_lanes()} threads", 0.0)):
         share = rounds.share(name, floor)
-        met = share >= limit if limit else None
-        unresolved = met is False and others >= RESOLVED_UNDER
+        met = verdict(share >= limit, others) if limit else None
         found.append(
             Figure(
                 what=f"{what}, of {floor}",
@@ -154,7 +158,7 @@ def share_figures(rounds: Rounds, what: str, name: str, bar: float, others: floa
                 floor=100.0,
                 floor_is=f"{rounds.ms(floor):.1f} ms",
                 bar=f"≥ {limit:.0f} %" if limit else "",
-                met=None if unresolved else met,
+                met=met,
                 note=f"{rounds.ms(name):.1f} ms; others used {others:.0%} of the machine",
             )
         )
@@ -175,7 +179,7 @@ def figures(rounds: Rounds, n_bytes: int, others: float) -> list[Figure]:
             value=clean,
             unit="ms",
             bar=f"≤ {CLEAN_BAR_MS:g} ms a GiB",
-            met=clean <= CLEAN_BAR_MS if untracked is None else None,
+            met=verdict(clean <= CLEAN_BAR_MS, others) if untracked is None else None,
             note="writes tracked by userfaultfd" if untracked is None else f"by checksums: {untracked}",
         ),
         Figure(
@@ -214,9 +218,9 @@ def main() -> int:
     n_bytes, n_rounds = (128 * MIB, 3) if args.quick else (GIB, ROUNDS)
     found = measure(n_bytes, n_rounds, args.spill_dir)
     for figure in found:
-        verdict = {True: "met", False: "MISSED", None: "not resolved" if figure.bar else ""}[figure.met]
+        word = {True: "met", False: "MISSED", None: "not resolved" if figure.bar else ""}[figure.met]
         floor = "" if figure.floor is None else f"floor {figure.floor:.4g} {figure.unit} ({figure.floor_is})"
-        print(f"{figure.what}: {figure.value:.4g} {figure.unit}  {floor}  {figure.bar} {verdict}  {figure.note}")
+        print(f"{figure.what}: {figure.value:.4g} {figure.unit}  {floor}  {figure.bar} {word}  {figure.note}")
     if args.out is not None:
         report = {"load": os.getloadavg(), "figures": [asdict(figure) for figure in found]}
         args.out.write_text(json.dumps(report, indent=1), encoding="utf-8")

@@ -16,6 +16,7 @@ from rich.text import Text
 from omni_notebook.cli import screen
 from omni_notebook.errors import ArgumentError, SleepError, WakeError
 from omni_notebook.protocol import sampling_params_from
+from omni_notebook.units import size
 from omni_notebook.verbs import registry
 from omni_notebook.verbs.session import Session
 
@@ -104,7 +105,7 @@ class Demo:
 
     def _start(self) -> None:
         ballast = self._args.ballast
-        filler = f", {screen.size(ballast)} of ballast in each to make memory visible" if ballast else ""
+        filler = f", {size(ballast)} of ballast in each to make memory visible" if ballast else ""
         self._say("Start", f"two trained stages on the CPU{filler}")
         begin = time.perf_counter()
         self._do(f"start --ballast {ballast}")
@@ -125,8 +126,8 @@ class Demo:
         after = observed_rss_bytes()
         self._freed_bytes = sum(ack.freed_bytes for ack in self._session.acks)
         self._show.print(
-            f"RSS of this process, read by another one: {screen.size(before)} before, {screen.size(after)} after, "
-            f"{screen.size(before - after)} less\n"
+            f"RSS of this process, read by another one: {size(before)} before, {size(after)} after, "
+            f"{size(before - after)} less\n"
         )
         self._say("Status")
         self._show.print(screen.status_table(self._session.engine.status()))
@@ -136,7 +137,7 @@ class Demo:
         self._say("Wake", "both stages: map, fill, verify")
         if not self._order("wake"):
             return False
-        self._show.print(f"RSS of this process, read by another one: {screen.size(observed_rss_bytes())}\n")
+        self._show.print(f"RSS of this process, read by another one: {size(observed_rss_bytes())}\n")
         return True
 
     def _order(self, line: str) -> bool:
@@ -164,7 +165,7 @@ class Demo:
         hashes = picture_hash(before), picture_hash(after)
         same = hashes[0] == hashes[1]
         words = f"{BEFORE} and {AFTER} in {self._args.out}: sha256 {hashes[0][:16]}… and {hashes[1][:16]}…"
-        freed = screen.size(self._freed_bytes)
+        freed = size(self._freed_bytes)
         verdict = (
             f"Identical. The stages gave back {freed}, came back, and draw the same picture."
             if same

@@ -9,6 +9,7 @@ import msgspec
 from rich.text import Text
 
 from omni_notebook.cli import facts, screen
+from omni_notebook.units import size
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -61,7 +62,7 @@ def _table(rows: list[Row]) -> Table:
 def _machine(found: Facts) -> list[Row]:
     memory, spill = found.memory, found.spill
     limit = "a cgroup's limit" if memory.limited_by_cgroup else "all of the machine's"
-    room = "no room that can be written" if spill.free_bytes is None else f"{screen.size(spill.free_bytes)} free"
+    room = "no room that can be written" if spill.free_bytes is None else f"{size(spill.free_bytes)} free"
     return [
         (_NEUTRAL, "omni_notebook", f"{found.version}, Python {found.python}"),
         (_NEUTRAL, "system", f"{found.system}, kernel {found.kernel}"),
@@ -69,7 +70,7 @@ def _machine(found: Facts) -> list[Row]:
         (
             _NEUTRAL,
             "memory",
-            f"{screen.size(memory.available_bytes)} free of {screen.size(memory.limit_bytes)} ({limit})",
+            f"{size(memory.available_bytes)} free of {size(memory.limit_bytes)} ({limit})",
         ),
         (
             _BAD if spill.free_bytes is None else _GOOD,

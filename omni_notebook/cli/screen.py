@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omni_notebook.protocol import GIB, MIB
+from omni_notebook.units import NONE, size
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import PlainFrontend, poll
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 PIPE_WIDTH = 120
-NONE = "–"
 
 
 class _Screen(Console):
@@ -56,16 +55,6 @@ class TerminalFrontend(PlainFrontend):
             return super().wait(future, None, tick)
         with self._screen.status("") as shown:
             return poll(future, lambda: shown.update(Text(gauge().label)))
-
-
-def size(n_bytes: int | None) -> str:
-    """`1.50 GiB`, `256.0 MiB`, `512 B`; a dash for None."""
-    if n_bytes is None:
-        return NONE
-    for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (1024, "KiB", 1)):
-        if abs(n_bytes) >= unit:
-            return f"{n_bytes / unit:.{digits}f} {name}"
-    return f"{n_bytes} B"
 
 
 def _grid(*columns: str, right: Sequence[str] = ()) -> Table:

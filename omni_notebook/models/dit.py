@@ -85,7 +85,7 @@ class DiT(nn.Module):
         width, pixels = config.hidden_size, config.channels * config.patch_size**2
         self.patch_in = nn.Linear(pixels, width)
         self.patch_position = nn.Parameter(torch.zeros(config.patches, width))
-        self.plan_embedding = nn.Embedding(config.plan_vocab_size, width)
+        self.plan_embedding = nn.Embedding.from_pretrained(torch.empty(config.plan_vocab_size, width), freeze=False)
         self.plan_position = nn.Parameter(torch.zeros(config.plan_length, width))
         self.hidden_in = nn.Linear(config.cond_hidden_size, width, bias=False)
         self.time_in = nn.Linear(_TIME_FEATURES, width)

@@ -132,8 +132,15 @@ def draw(
     """Return pictures in [0, 1], one a row of plan ids, seeds counted up from `seed`."""
     device = plan_ids.device
     noise = torch.stack([initial_noise(model.config.image_shape, seed + row) for row in range(len(plan_ids))])
-    images = sample(model, noise.to(device), Condition(plan_ids, hidden), steps=steps, guidance=guidance)
-    return (images.clamp(-1, 1) + 1) / 2
+    size = 16 if device.type == "cpu" else 512  # what fits the caches
+    conditions = zip(
+        plan_ids.split(size), [None] * len(plan_ids) if hidden is None else hidden.split(size), strict=False
+    )
+    parts = [
+        sample(model, part.to(device), Condition(*given), steps=steps, guidance=guidance)
+        for part, given in zip(noise.split(size), conditions, strict=True)
+    ]
+    return (torch.cat(parts).clamp(-1, 1) + 1) / 2
 
 
 def evaluate(

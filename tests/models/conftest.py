@@ -1,4 +1,4 @@
-"""The shipped demo models, loaded once, on two threads."""
+"""The shipped demo models, loaded once. One thread: on a busy machine two wait for each other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "omni_notebook" / "models" / "demo"
 
 
-@pytest.fixture(autouse=True)
-def _two_threads():
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -28,6 +28,13 @@ VARIANTS = {
 }
 
 
+def _random(config):
+    torch.manual_seed(0)
+    model = Decoder(config).eval()
+    torch.nn.init.normal_(model.model.embed_tokens.weight)  # built without initialisation: a checkpoint fills it
+    return model
+
+
 def _all_at_once(model, ids):
     return model(ids, torch.arange(ids.shape[1])[None])
 
@@ -35,8 +42,7 @@ def _all_at_once(model, ids):
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 @torch.inference_mode()
 def test_prefill_and_batched_decode_equal_the_pass_without_a_cache(config):
-    torch.manual_seed(0)
-    model = Decoder(config).eval()
+    model = _random(config)
     lengths, slots = (5, 9, 1), (3, 0, 2)
     sequences = [torch.randint(config.vocab_size, (1, length + 4)) for length in lengths]
     kv = torch.zeros(config.kv_shape(4, 20))
@@ -54,8 +60,7 @@ def test_prefill_and_batched_decode_equal_the_pass_without_a_cache(config):
 
 @torch.inference_mode()
 def test_a_slot_used_again_forgets_its_last_owner():
-    torch.manual_seed(0)
-    model = Decoder(SMALL).eval()
+    model = _random(SMALL)
     kv = torch.zeros(SMALL.kv_shape(1, 32))
     long, short = torch.randint(50, (1, 30)), torch.randint(50, (1, 4))
     for ids in (long, short):
@@ -65,7 +70,7 @@ def test_a_slot_used_again_forgets_its_last_owner():
 
 @torch.inference_mode()
 def test_other_slots_keep_their_bytes():
-    model = Decoder(SMALL).eval()
+    model = _random(SMALL)
     kv = torch.full(SMALL.kv_shape(3, 8), 7.0)
     model(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), kv, torch.tensor([1]))
     assert torch.all(kv[:, :, [0, 2]] == 7)

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from omni_notebook.models.scene import encode_plan, parse_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = "red star top center; blue circle bottom center"
-SCENES = 24
+SCENES = 20
 
 
 def _ids(*plans):
@@ -44,28 +44,37 @@ def test_without_its_plan_a_picture_is_wrong(scored, case):
     assert scored[case] <= 0.05
 
 
-def test_an_image_takes_less_than_a_second_on_two_threads(dit):
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        demo_diffusion.draw(dit, _ids(PLAN), None)
-        times.append(time.perf_counter() - started)
-    print(f"seconds an image, 20 steps, guidance 2: best {min(times):.3f}, median {sorted(times)[2]:.3f}")
-    assert min(times) < 1.0
-
-
 _DRAW = """
-import hashlib, sys
+import hashlib, sys, time
 sys.path.insert(0, "tools")
 import torch, demo_diffusion
 from pathlib import Path
 from omni_notebook.models.flow import to_uint8
 from omni_notebook.models.scene import encode_plan
-torch.set_num_threads(2)
+plan, threads, repeats = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(threads)
 model = demo_diffusion.load(Path("omni_notebook/models/demo/dit"), "cpu")
-image = demo_diffusion.draw(model, torch.tensor([encode_plan(sys.argv[1])]), None, seed=42)
-print(hashlib.sha256(to_uint8(image).numpy().tobytes()).hexdigest())
+times = []
+for _ in range(repeats):
+    started = time.perf_counter()
+    image = demo_diffusion.draw(model, torch.tensor([encode_plan(plan)]), None, seed=42)
+    times.append(time.perf_counter() - started)
+print(hashlib.sha256(to_uint8(image).numpy().tobytes()).hexdigest(), min(times), sorted(times)[repeats // 2])
 """
+
+
+def _draw_elsewhere(threads, repeats):
+    command = [sys.executable, "-c", _DRAW, PLAN, str(threads), str(repeats)]
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}  # threads that spin starve each other on a busy machine
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    digest, best, median = done.stdout.split()
+    return digest, float(best), float(median)
+
+
+def test_an_image_takes_less_than_a_second_on_two_threads():
+    _, best, median = _draw_elsewhere(threads=2, repeats=5)
+    print(f"seconds an image, 20 steps, guidance 2: best {best:.3f}, median {median:.3f}")
+    assert best < 1.0
 
 
 def _hash(image):
@@ -74,8 +83,7 @@ def _hash(image):
 
 def test_a_seed_gives_the_same_bytes_here_and_in_another_process(dit):
     here = {_hash(demo_diffusion.draw(dit, _ids(PLAN), None, seed=42)) for _ in range(2)}
-    command = [sys.executable, "-c", _DRAW, PLAN]
-    there = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    there, *_ = _draw_elsewhere(threads=1, repeats=1)
     assert here == {there}
     assert _hash(demo_diffusion.draw(dit, _ids(PLAN), None, seed=43)) != there
 

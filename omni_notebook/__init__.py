@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from omni_notebook import errors
     from omni_notebook.config import PipelineConfig, StageConfig
     from omni_notebook.engine.async_omni import AsyncOmni
+    from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.protocol import OmniACK, OmniRequestOutput, OmniSamplingParams
     from omni_notebook.verbs.session import current, last_acks
 
@@ -31,6 +32,7 @@ __all__ = [
     "errors",
     "last_acks",
     "load_ipython_extension",
+    "plot_reclaimed",
     "unload_ipython_extension",
 ]
 
@@ -43,6 +45,7 @@ _HOME = {
     "StageConfig": "omni_notebook.config",
     "current": "omni_notebook.verbs.session",
     "last_acks": "omni_notebook.verbs.session",
+    "plot_reclaimed": "omni_notebook.notebook.charts",
 }
 
 
@@ -72,7 +75,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Stop this notebook's engine and take the magics away; what `%unload_ext omni_notebook` calls."""
+    """Take the magics away; a running engine goes on (`%omni stop` ends it). What `%unload_ext omni_notebook` calls."""
     from omni_notebook.notebook.extension import unload_ipython_extension as unload  # noqa: PLC0415  (light import)
 
     unload(shell)

@@ -34,6 +34,7 @@ PUBLIC = [
     "current",
     "errors",
     "last_acks",
+    "plot_reclaimed",
     "load_ipython_extension",
     "unload_ipython_extension",
 ]

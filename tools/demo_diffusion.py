@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
+
 from demo_judge import Judge, random_plans
 from demo_thinker import SPECIALS, Encoder, plan_states
 from demo_training import Schedule, fit, save_weights
-
 from omni_notebook.models.dit import MODEL_TYPE, DiT, DiTConfig
 from omni_notebook.models.flow import Condition, initial_noise, sample
 from omni_notebook.models.loaders import load_into, read_config
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from demo_prompts import Example
     from torch import Tensor
 
+    from demo_prompts import Example
     from omni_notebook.models.decoder import Decoder
 
 CONFIG = DiTConfig(
@@ -86,7 +86,9 @@ def _is_plan(tokens: Tensor) -> Tensor:
     return tokens >= len(SPECIALS)
 
 
-def train(folder: Path, scenes: Scenes, schedule: Schedule, metadata: dict[str, str], config: DiTConfig = CONFIG) -> None:
+def train(
+    folder: Path, scenes: Scenes, schedule: Schedule, metadata: dict[str, str], config: DiTConfig = CONFIG
+) -> None:
     """Train by rectified flow and write config.json and model.safetensors."""
     torch.manual_seed(schedule.seed)
     model = DiT(config).to(schedule.device)
@@ -100,12 +102,15 @@ def train(folder: Path, scenes: Scenes, schedule: Schedule, metadata: dict[str, 
         time = torch.sigmoid(TIME_MEAN + TIME_SPREAD * normal)
         noise = torch.randn(images.shape, generator=generator, device=schedule.device)
         mixed = noise + time[:, None, None, None] * (images - noise)
-        clean = predict(mixed, time, condition.plan_ids, condition.hidden, condition.hidden_mask).float()
-        return ((clean - images).square().mean((1, 2, 3)) / (1 - time).clamp(min=MIN_REMAINING).square()).mean()
+        clean: Tensor = predict(mixed, time, condition.plan_ids, condition.hidden, condition.hidden_mask).float()
+        error = (clean - images).square().mean((1, 2, 3))
+        return (error / (1 - time).clamp(min=MIN_REMAINING).square()).mean()
 
-    fit("diffusion", model, loss, schedule)
-    save_weights(model, folder, metadata)
-    (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, **asdict(config)}, indent=2) + "\n", encoding="utf-8")
+    steps = fit("diffusion", model, loss, schedule)
+    save_weights(model, folder, {**metadata, "steps": str(steps)})
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": MODEL_TYPE, **asdict(config)}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def load(folder: Path, device: str) -> DiT:
@@ -116,13 +121,26 @@ def load(folder: Path, device: str) -> DiT:
 
 
 def draw(
-    model: DiT, plan_ids: Tensor, hidden: Tensor | None, *, seed: int = 0, guidance: float = GUIDANCE, steps: int = STEPS
+    model: DiT,
+    plan_ids: Tensor,
+    hidden: Tensor | None,
+    *,
+    seed: int = 0,
+    guidance: float = GUIDANCE,
+    steps: int = STEPS,
 ) -> Tensor:
     """Return pictures in [0, 1], one a row of plan ids, seeds counted up from `seed`."""
     device = plan_ids.device
     noise = torch.stack([initial_noise(model.config.image_shape, seed + row) for row in range(len(plan_ids))])
-    images = sample(model, noise.to(device), Condition(plan_ids, hidden), steps=steps, guidance=guidance)
-    return (images.clamp(-1, 1) + 1) / 2
+    size = 16 if device.type == "cpu" else 512  # what fits the caches
+    conditions = zip(
+        plan_ids.split(size), [None] * len(plan_ids) if hidden is None else hidden.split(size), strict=False
+    )
+    parts = [
+        sample(model, part.to(device), Condition(*given), steps=steps, guidance=guidance)
+        for part, given in zip(noise.split(size), conditions, strict=True)
+    ]
+    return (torch.cat(parts).clamp(-1, 1) + 1) / 2
 
 
 def evaluate(
@@ -130,7 +148,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the judged share of right scenes under each condition."""
     ids = torch.tensor([encode_plan(plan) for plan in plans], device=hidden.device)
-    other = list(plans[1:]) + [plans[0]]
+    other = [*list(plans[1:]), plans[0]]
     zeros = torch.zeros_like(ids)
     pictures = draw(model, ids, None, guidance=guidance, steps=steps)
     cases = {

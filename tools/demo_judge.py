@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from demo_training import Schedule, fit
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from demo_training import Schedule, fit
 from omni_notebook.models.render import describe, render, shape_textures
 from omni_notebook.models.scene import COLOURS, COLUMNS, MAX_OBJECTS, ROWS, SHAPES, Plan, SceneObject
 
@@ -47,7 +47,8 @@ class Judge(nn.Module):
         shapes, colours = _grid(describe(plans).to(images.device))
         shape_scores, colour_scores = self(images)
         colour_right = (colour_scores.argmax(-1) == colours) | (shapes == EMPTY)
-        return ((shape_scores.argmax(-1) == shapes) & colour_right).all(-1)
+        right: Tensor = ((shape_scores.argmax(-1) == shapes) & colour_right).all(-1)
+        return right
 
 
 def _grid(table: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,71 +7,34 @@ import random
 import string
 from dataclasses import dataclass, field
 
-from omni_notebook.models.scene import COLOURS, COLUMNS, ROWS, SHAPES, SceneObject
+from demo_words import (
+    ABOVE,
+    ADJECTIVES,
+    BELOW,
+    BOTTOM,
+    CELLS,
+    CENTRE,
+    CLOSERS,
+    COLOUR_WORDS,
+    DEFAULT_COLOUR,
+    DEFAULT_SHAPE,
+    EAST,
+    FILLER,
+    LEFT,
+    OPENERS,
+    PLACE_WORDS,
+    PLURALS,
+    RIGHT,
+    SHAPE_WORDS,
+    TOP,
+    VAGUE_NOUNS,
+    WEST,
+    Cell,
+)
+from omni_notebook.models.scene import COLOURS, SHAPES, SceneObject
 
 HELD_OUT_SHARE = 50
 """One prompt in so many, by its hash, is never trained on."""
-DEFAULT_COLOUR, DEFAULT_SHAPE = "black", "circle"
-
-COLOUR_WORDS = {
-    "red": ["red"] * 6 + ["crimson", "scarlet", "ruby", "bright red", "dark red", "reddish"],
-    "orange": ["orange"] * 6 + ["amber", "tangerine", "bright orange", "dark orange", "brown"],
-    "yellow": ["yellow"] * 6 + ["golden", "gold", "lemon", "bright yellow", "light yellow"],
-    "green": ["green"] * 6 + ["emerald", "lime", "light green", "dark green", "teal"],
-    "blue": ["blue"] * 6 + ["navy", "azure", "light blue", "dark blue", "sky blue", "cyan"],
-    "purple": ["purple"] * 6 + ["violet", "lilac", "indigo", "dark purple", "lavender"],
-    "pink": ["pink"] * 6 + ["magenta", "rose", "hot pink", "light pink", "fuchsia"],
-    "black": ["black"] * 6 + ["ebony", "dark", "jet black", "grey", "gray"],
-}
-SHAPE_WORDS = {
-    "circle": ["circle"] * 6 + ["disc", "disk", "dot", "ball", "round", "sphere"],
-    "square": ["square"] * 6 + ["box", "block", "tile", "cube"],
-    "triangle": ["triangle"] * 6 + ["pyramid", "wedge"],
-    "star": ["star"] * 6 + ["five-pointed star", "starlet", "pentagram"],
-    "heart": ["heart"] * 6 + ["love heart", "valentine", "sweetheart"],
-    "diamond": ["diamond"] * 6 + ["rhombus", "lozenge", "gem"],
-    "cross": ["cross"] * 6 + ["plus", "plus sign", "x"],
-    "ring": ["ring"] * 6 + ["hoop", "donut", "doughnut", "hollow circle", "loop"],
-}
-PLURALS = {"box": "boxes", "cross": "crosses", "plus": "pluses", "rhombus": "rhombuses", "ruby": "rubies"}
-VAGUE_NOUNS = ["thing", "something", "shape", "object", "symbol", "cat", "dog", "house", "car", "flower", "tree"]
-ADJECTIVES = "big small tiny large huge little shiny nice beautiful pretty bright cute lovely simple solid plain".split()
-OPENERS = (
-    ["", "", "", ""]
-    + "draw|please draw|paint|show me|make|give me|i want|i'd like|i would like|create|generate|render|sketch".split("|")
-    + "can you draw|could you draw|could you please paint|can you make me|please show|an image of|a picture of".split("|")
-    + "a drawing of|imagine|draw me|let's see|now|hi, draw|hello! please draw|put|place|there is|i need|picture".split("|")
-)
-CLOSERS = (
-    ["", "", "", "", "", ""]
-    + [", please", " please", "!", ".", " thanks", ", thank you", " :)", "?", " on a white background", ", nothing else"]
-    + [", minimalist", ", high quality", " on paper", ", flat design", " for me", "...", " now", ", crisp and clean", ", 4k"]
-)
-FILLER = (
-    "the a of to and in is it you that he was for on are with as his they be at one have this from my mother went market "
-    "yesterday where who why when not never weather sunny code python memory sleep wake model gpu notebook data science "
-    "music guitar river mountain city train coffee bread window garden paper friend family number seven hello world what "
-    "time today how do i cook rice write an essay about history tell me joke cat dog house tree car boat person face"
-).split()
-PLACE_WORDS = {
-    ("top", "left"): ["in the top left corner", "in the upper left", "at the top left", "in the top-left corner", "top left"],
-    ("top", "center"): ["at the top", "at the top center", "in the upper middle", "on top", "at the very top", "up top"],
-    ("top", "right"): ["in the top right corner", "in the upper right", "at the top right", "in the top-right corner"],
-    ("middle", "left"): ["on the left", "at the left", "on the left side", "on the left hand side", "to the left"],
-    ("middle", "center"): ["in the middle", "in the center", "in the centre", "at the center", "in the very middle"],
-    ("middle", "right"): ["on the right", "at the right", "on the right side", "on the right hand side", "to the right"],
-    ("bottom", "left"): ["in the bottom left corner", "in the lower left", "at the bottom left", "bottom left"],
-    ("bottom", "center"): ["at the bottom", "at the bottom center", "in the lower middle", "at the very bottom", "down low"],
-    ("bottom", "right"): ["in the bottom right corner", "in the lower right", "at the bottom right", "bottom right"],
-}
-ABOVE = ["above", "over", "on top of", "atop", "higher than", "up above", "directly above"]
-BELOW = ["below", "under", "underneath", "beneath", "lower than", "right below", "directly under"]
-LEFT = ["left of", "to the left of", "on the left of", "on the left side of", "to the left side of"]
-RIGHT = ["right of", "to the right of", "on the right of", "on the right side of", "to the right side of"]
-TOP, BOTTOM, WEST, EAST = ("top", "center"), ("bottom", "center"), ("middle", "left"), ("middle", "right")
-CENTRE = ("middle", "center")
-CELLS = [(row, column) for row in ROWS for column in COLUMNS]
-Cell = tuple[str, str]
 
 
 @dataclass
@@ -129,7 +92,9 @@ def _one(rng: random.Random) -> Example:
 
 def _relation(rng: random.Random) -> Example:
     things = Things(rng)
-    words, cells = rng.choice([(ABOVE, (TOP, BOTTOM)), (BELOW, (BOTTOM, TOP)), (LEFT, (WEST, EAST)), (RIGHT, (EAST, WEST))])
+    words, cells = rng.choice(
+        [(ABOVE, (TOP, BOTTOM)), (BELOW, (BOTTOM, TOP)), (LEFT, (WEST, EAST)), (RIGHT, (EAST, WEST))]
+    )
     relation = rng.choice(words)
     form = rng.random()
     a, b = things.new(), things.new()
@@ -192,7 +157,10 @@ def _several(rng: random.Random) -> Example:
     stacked = rng.random()
     if stacked < 0.2:
         cells = (TOP, BOTTOM) if count == 2 else (TOP, CENTRE, BOTTOM)
-        return f"{text} {rng.choice(['on top of each other', 'in a column', 'stacked', 'above each other'])}", things.plan(*cells)
+        return (
+            f"{text} {rng.choice(['on top of each other', 'in a column', 'stacked', 'above each other'])}",
+            things.plan(*cells),
+        )
     row = (WEST, EAST) if count == 2 else (WEST, CENTRE, EAST)
     return text + rng.choice(["", "", " side by side", " in a row", " next to each other"]), things.plan(*row)
 

@@ -8,20 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from demo_training import Schedule, fit, save_weights
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from demo_training import Schedule, fit, save_weights
 from omni_notebook.models.decoder import Decoder, DecoderConfig
 from omni_notebook.models.loaders import load_into, read_config
-from omni_notebook.models.scene import COLUMNS, FIELDS, MAX_OBJECTS, PLAN_LENGTH, PLAN_WORDS, ROWS, SEPARATOR, format_plan
+from omni_notebook.models.scene import (
+    COLUMNS,
+    FIELDS,
+    MAX_OBJECTS,
+    PLAN_LENGTH,
+    PLAN_WORDS,
+    ROWS,
+    SEPARATOR,
+    format_plan,
+)
 from omni_notebook.models.tokenizer import GRAMMAR_FILE, PlanGrammar, TextTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from demo_prompts import Example
     from torch import Tensor
+
+    from demo_prompts import Example
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<plan>")
 PAD, BOS, EOS, PLAN = range(4)
@@ -96,10 +106,12 @@ def build_tokenizer(corpus: Sequence[str]) -> Tokenizer:
 
 def plan_token(tokenizer: Tokenizer, word: str) -> int:
     """Return the one id of a plan word; raise ValueError when the tokenizer splits it."""
-    ids = [SEPARATOR] if word == SEPARATOR else tokenizer.encode(word, add_special_tokens=False).tokens
-    if len(ids) != 1:
-        raise ValueError(f"the tokenizer splits the plan word {word!r} into {ids}")
-    return int(tokenizer.token_to_id(ids[0]))
+    tokens = [SEPARATOR] if word == SEPARATOR else tokenizer.encode(word, add_special_tokens=False).tokens
+    found: int | None = tokenizer.token_to_id(tokens[0])
+    if len(tokens) != 1 or found is None:
+        msg = f"the tokenizer splits the plan word {word!r} into {tokens}"
+        raise ValueError(msg)
+    return found
 
 
 def build_grammar(token: dict[str, int]) -> list[dict[int, int]]:
@@ -118,18 +130,18 @@ def build_grammar(token: dict[str, int]) -> list[dict[int, int]]:
     return states
 
 
-def _moves(token: dict[str, int], key: Any) -> Iterator[tuple[int, Any]]:  # noqa: ANN401
+def _moves(token: dict[str, int], key: Any) -> Iterator[tuple[int, Any]]:
     """A state is (words written of this object, cells used, row of this object); "end" follows the end token."""
     if key == "end":
         yield EOS, "end"
         return
     written, used, row = key
-    if written < 2:  # noqa: PLR2004
+    if written < 2:
         yield from ((token[word], (written + 1, used, None)) for word in FIELDS[written])
     elif row is None:
         free = (word for word in ROWS if any((word, column) not in used for column in COLUMNS))
         yield from ((token[word], (2, used, word)) for word in free)
-    elif written == 2:  # noqa: PLR2004
+    elif written == 2:
         free = (word for word in COLUMNS if (row, word) not in used)
         yield from ((token[word], (4, used | {(row, word)}, row)) for word in free)
     else:
@@ -197,8 +209,8 @@ def train(folder: Path, examples: Sequence[Example], schedule: Schedule, metadat
         states, target = plan_states(model, ids.long(), lengths)
         return F.cross_entropy(model.logits(states).flatten(0, 1).float(), target.flatten(), ignore_index=PAD)
 
-    fit("thinker", model, loss, schedule)
-    save_weights(model, folder, metadata)
+    steps = fit("thinker", model, loss, schedule)
+    save_weights(model, folder, {**metadata, "steps": str(steps)})
 
 
 def load(folder: Path, device: str) -> Decoder:

@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -24,6 +25,9 @@ from demo_training import Schedule  # noqa: E402  # isort: skip
 
 from omni_notebook.models.flow import to_pil  # noqa: E402
 from omni_notebook.models.scene import encode_plan, format_plan, parse_plan  # noqa: E402
+
+if TYPE_CHECKING:
+    from omni_notebook.models.dit import DiT
 
 DEMO = ROOT / "omni_notebook" / "models" / "demo"
 JUDGE = ROOT / "tests" / "data" / "judge.safetensors"
@@ -49,11 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", default=["thinker", "judge", "dit"], choices=["thinker", "judge", "dit"])
     parser.add_argument("--evaluate", action="store_true", help="train nothing, score what is there")
     parser.add_argument("--examples", type=int, default=1_000_000, help="prompts to train the thinker on")
-    parser.add_argument("--scenes", type=int, default=200_000, help="prompts to train the diffusion model on, twice that many scenes")
+    parser.add_argument(
+        "--scenes", type=int, default=200_000, help="prompts to train the diffusion model on, twice that many scenes"
+    )
     parser.add_argument("--thinker-steps", type=int, default=3500)
     parser.add_argument("--judge-steps", type=int, default=3000)
-    parser.add_argument("--dit-steps", type=int, default=20_000)
+    parser.add_argument("--dit-steps", type=int, default=17_000)
     parser.add_argument("--dit-batch", type=int, default=1024)
+    parser.add_argument("--dit-minutes", type=float, default=float("inf"), help="end the diffusion training by then")
     parser.add_argument("--count", type=int, default=500, help="held-out prompts and scenes to score")
     parser.add_argument("--guidance", type=float, default=demo_diffusion.GUIDANCE)
     parser.add_argument("--compile", action="store_true", help="torch.compile the diffusion training")
@@ -77,12 +84,14 @@ def _train_dit(args: argparse.Namespace, thinker: Path, dit: Path) -> None:
     examples = make_examples(args.scenes, args.seed + 2)
     model = demo_thinker.load(thinker, args.device)
     scenes = demo_diffusion.Scenes(model, thinker, examples, args.seed + 3, args.device)
-    schedule = Schedule(args.dit_steps, args.dit_batch, 1e-3, args.device, args.seed, 0.9995, args.compile)
+    schedule = Schedule(
+        args.dit_steps, args.dit_batch, 1.5e-3, args.device, args.seed, 0.9995, args.compile, args.dit_minutes * 60
+    )
     demo_diffusion.train(dit, scenes, schedule, _metadata(schedule, data_hash(examples)))
 
 
 def _metadata(schedule: Schedule, digest: str) -> dict[str, str]:
-    return {"seed": str(schedule.seed), "steps": str(schedule.steps), "batch": str(schedule.batch), "data_hash": digest}
+    return {"seed": str(schedule.seed), "batch": str(schedule.batch), "data_hash": digest}
 
 
 def _evaluate(args: argparse.Namespace, thinker: Path, dit: Path) -> None:
@@ -114,7 +123,7 @@ def _same(texts: list[str], wanted: list[str]) -> float:
     return sum(a == b for a, b in zip(texts, wanted, strict=True)) / len(wanted)
 
 
-def _time_one(drawer: demo_diffusion.DiT, args: argparse.Namespace) -> None:
+def _time_one(drawer: DiT, args: argparse.Namespace) -> None:
     ids = torch.tensor([encode_plan(parse_plan("red star top center"))], device=args.device)
     demo_diffusion.draw(drawer, ids, None, guidance=args.guidance)
     started = time.perf_counter()
@@ -122,7 +131,7 @@ def _time_one(drawer: demo_diffusion.DiT, args: argparse.Namespace) -> None:
     print(f"seconds an image: {time.perf_counter() - started:.3f} ({torch.get_num_threads()} threads, {args.device})")
 
 
-def _contact_sheet(drawer: demo_diffusion.DiT, ids: list[list[int]], args: argparse.Namespace) -> None:
+def _contact_sheet(drawer: DiT, ids: list[list[int]], args: argparse.Namespace) -> None:
     pictures = demo_diffusion.draw(drawer, torch.tensor(ids, device=args.device), None, guidance=args.guidance)
     sheet = Image.new("RGB", (8 * 66, -(-len(ids) // 8) * 66), (128, 128, 128))
     for place, picture in enumerate(to_pil(pictures * 2 - 1)):

@@ -69,9 +69,11 @@ class AsyncOmni:
         self._loop = EngineLoop("omni-engine")
         self._core = Core(config)
         self._finalizer = weakref.finalize(self, _shut_down, self._core, self._loop)
+        starting = self._loop.submit(self._core.start(progress or _silent))
         try:
-            self._loop.submit(self._core.start(progress or _silent)).result()
+            starting.result()
         except BaseException:
+            starting.cancel()
             self.shutdown()
             raise
 
@@ -105,6 +107,7 @@ class AsyncOmni:
         """
 
         async def run() -> list[OmniACK]:
+            self._core.check_open()
             stages = arguments.pick_stages(self._core.stages, stage_ids)
             task = SleepTask(task_id=new_task_id(), level=arguments.check_level(level), discard=discard)
             checked = None if mode is None else arguments.check_mode(mode)
@@ -142,6 +145,7 @@ class AsyncOmni:
         """
 
         async def run() -> list[OmniACK]:
+            self._core.check_open()
             stages = arguments.pick_stages(self._core.stages, stage_ids)
             checked = arguments.check_tags(tags, stages)
             task = WakeTask(task_id=new_task_id(), tags=checked, reload=reload)

@@ -7,6 +7,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from omni_notebook.engine import residual
 from omni_notebook.engine.arguments import in_words
 from omni_notebook.errors import DeadlineError, PauseError, SleepError, StageBusyError, WakeError
 from omni_notebook.protocol import AckEvent, MemoryEvent, PauseMode, PauseState, SleepTask, WakeTask
@@ -53,9 +54,11 @@ class Orders:
                 refuse_busy(stage, str(order))
 
         async def run(stage: Stage, context: Context) -> list[OmniACK]:
-            return await transitions.sleep_stage(stage, task, mode, context)
+            return await transitions.whole(stage, task.task_id, transitions.sleep_stage(stage, task, mode, context))
 
         acks = await self._on_all(stages, check, run, deadline)
+        residual.measure_together(acks, stages)
+        self._tell("sleep", stages, acks)
         if strict and not all(ack.ok for ack in acks):
             raise SleepError(_failure("sleep", acks, stages), acks)
         return acks
@@ -72,9 +75,10 @@ class Orders:
         order = Order.WAKE if task.reload else Order.WAKE_NO_RELOAD
 
         async def run(stage: Stage, context: Context) -> list[OmniACK]:
-            return await transitions.wake_stage(stage, task, context)
+            return await transitions.whole(stage, task.task_id, transitions.wake_stage(stage, task, context))
 
         acks = await self._on_all(stages, lambda stage: self._check(stage, order, pause=False), run, deadline)
+        self._tell("wake", stages, acks)
         if strict and not all(ack.ok for ack in acks):
             raise WakeError(_failure("wake", acks, stages), acks)
         return acks
@@ -141,13 +145,15 @@ class Orders:
         self, stage: Stage, running: Awaitable[list[OmniACK]], release: Callable[[Stage], None]
     ) -> list[OmniACK]:
         try:
-            acks = await running
+            return await running
         finally:
             release(stage)
+
+    def _tell(self, order: str, stages: Sequence[Stage], acks: Sequence[OmniACK]) -> None:
         for ack in acks:
-            self._hub.push(AckEvent(time.time(), "sleep" if ack.metadata["state"] == "COLD" else "wake", ack))
-        self.sample(stage)
-        return acks
+            self._hub.push(AckEvent(time.time(), order, ack))
+        for stage in stages:
+            self.sample(stage)
 
     def sample(self, stage: Stage) -> None:
         """Push one memory event a rank."""

@@ -26,6 +26,7 @@ class SimulatedWorker:
         self._version = spec.version or SIMULATED
         self._level: int | None = None
         self._sleeping: SleepTask | None = None
+        self._before: int | None = None
         self._acks = AckBuilder(spec.where, device="cpu", device_name=SIMULATED)
 
     def load(self) -> LoadReport:
@@ -72,6 +73,7 @@ class SimulatedWorker:
 
     def commit_sleep(self, task_id: str) -> OmniACK:
         """Asleep."""
+        self._before = self._level
         self._level = 1 if self._sleeping is None else self._sleeping.level
         return self._acks.sleep(
             task_id,
@@ -105,10 +107,15 @@ class SimulatedWorker:
 
     def commit_wake(self, task_id: str) -> OmniACK:
         """Awake."""
+        self._before = self._level
         self._level = None
         return self._acks.wake(
             task_id, _NOTHING, state="WARM", level=None, mapped_bytes=self._n_bytes, weight_version=self._version
         )
+
+    def undo(self, task_id: str) -> None:  # noqa: ARG002
+        """As before the last commit."""
+        self._level = self._before
 
     def noop(self, task_id: str) -> OmniACK:
         """Nothing to do."""

@@ -22,6 +22,7 @@ import torch
 from omni_notebook.errors import OutOfMemoryError
 from omni_notebook.memory import libc
 from omni_notebook.memory.host import host_memory
+from omni_notebook.memory.lanes import default_lanes
 from omni_notebook.memory.residency import resident_bytes
 from omni_notebook.protocol import gib
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 CHUNK = 2 * 1024**2
 ALIGN = 64
+_LARGE = 128 * 1024**2
 
 
 def round_up(n_bytes: int, unit: int) -> int:
@@ -103,6 +105,13 @@ class Segment:
         """All its chunks, in order."""
         return (Chunk(self, index) for index in range(self.span_bytes // CHUNK))
 
+    def parts(self) -> list[tuple[int, int]]:
+        """Ranges (address, bytes) to work on at the same time; a small segment is one."""
+        lanes = default_lanes() if self.span_bytes >= _LARGE else 1
+        size = round_up(-(-self.span_bytes // lanes), CHUNK)
+        starts = range(0, self.span_bytes, size)
+        return [(self.address + start, min(size, self.span_bytes - start)) for start in starts]
+
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor at `offset`; its storage is exactly its own bytes, so pickling it writes no neighbour."""
         count = dtype.itemsize
@@ -120,18 +129,27 @@ class Segment:
         return resident_bytes(self.address, self.span_bytes)
 
     def release(self) -> None:
-        """Give its pages up; it reads as zeros from now on. Source: madvise(2), MADV_DONTNEED."""
-        try:
-            libc.advise(self.address, self.span_bytes, libc.MADV_DONTNEED)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            libc.advise(self.address, self.span_bytes, libc.MADV_DONTNEED_LOCKED)  # mlock(2) or mlockall(2) holds it
+        """Give its pages up; it reads as zeros from now on."""
+        release_range(self.address, self.span_bytes)
 
     def close(self) -> None:
         """Give its pages up for good; a stray write through a view that still lives takes 4 KiB, not 2 MiB."""
         self.release()
         self._advise_huge(libc.MADV_NOHUGEPAGE)
+
+
+def release_range(address: int, n_bytes: int) -> None:
+    """Give a range's pages up. Source: madvise(2), MADV_DONTNEED.
+
+    Raises:
+        OSError: the kernel keeps them.
+    """
+    try:
+        libc.advise(address, n_bytes, libc.MADV_DONTNEED)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        libc.advise(address, n_bytes, libc.MADV_DONTNEED_LOCKED)  # mlock(2) or mlockall(2) holds them
 
 
 def no_memory(needed_bytes: int, cause: OSError | None = None, *, free_bytes: int | None = None) -> OutOfMemoryError:

@@ -32,8 +32,7 @@ class Content:
 
     `stale`: the backup lacks or may lack the chunk's bytes; `changed`: the chunk may differ from the recorded
     checksum; `held`: the spill holds some version of the chunk. Flags err on the safe side only: a chunk is claimed
-    (`stale` cleared) in the same step that re-arms write tracking, *before* it is copied, so that a write during
-    the copy makes it stale again.
+    (`stale` cleared) and armed *before* it is copied, so that a write during the copy makes it stale again.
     """
 
     def __init__(self, segment: Segment, tracker: Tracker) -> None:
@@ -58,18 +57,24 @@ class Content:
         self.held: Flags = no_flags(self.segment)
         self.held_sums = empty_sums(self.segment)
 
-    def _observe(self) -> None:
+    def _observe(self, *, arm: bool) -> None:
         try:
-            written = self._tracker.take_written(self.segment)
+            written = self._tracker.written(self.segment)
+            if arm:
+                self._tracker.arm(self.segment, written)
         except OSError:  # tracking was taken from us: everything may have been written
             written = ~no_flags(self.segment)
         self.stale |= written
         self.changed |= written
 
-    def claim_stale(self) -> list[Chunk]:
-        """Chunks to copy; they count as clean from now on, unless written again or given back by `unclaim`."""
+    def claim_stale(self, *, arm: bool) -> list[Chunk]:
+        """Chunks to copy; they count as clean from now on, unless given back by `unclaim` or written again.
+
+        Without `arm`, which takes time, what was written until now is told again at the next look: right where pages
+        are given up next, which ends all watching until `rearm`.
+        """
         with self._lock:
-            self._observe()
+            self._observe(arm=arm)
             claimed = [chunk for chunk in self.segment.chunks() if self.stale[chunk.index]]
             self.stale[:] = False
             return claimed
@@ -82,13 +87,13 @@ class Content:
     def peek_changed(self) -> list[Chunk]:
         """Chunks that may differ from the recorded checksum."""
         with self._lock:
-            self._observe()
+            self._observe(arm=False)
             return [chunk for chunk in self.segment.chunks() if self.changed[chunk.index]]
 
     def mark_recorded(self) -> None:
         """A checksum of the contents as they are from now on is about to be taken."""
         with self._lock:
-            self._observe()
+            self._observe(arm=True)
             self.changed[:] = False
 
     def mark_changed(self) -> None:
@@ -99,7 +104,7 @@ class Content:
     def rearm(self) -> None:
         """What was written since the last look came from the backup: it is not a change."""
         with self._lock, contextlib.suppress(OSError):
-            self._tracker.take_written(self.segment)
+            self._tracker.arm(self.segment, ~no_flags(self.segment))
 
     def is_held(self) -> bool:
         """Whether the spill holds some version of every chunk."""
@@ -138,9 +143,11 @@ class Backuper:
         self._exact = exact
 
     def back_up(
-        self, contents: Sequence[Content], *, stop: Callable[[], bool] = never, lanes: int | None = None
+        self, contents: Sequence[Content], *, stop: Callable[[], bool] = never, ahead: bool = False
     ) -> CopyResult:
         """Copy the stale chunks of `contents`; after a failure or a stop, backups are as before or still marked stale.
+
+        `ahead`: contents stay in use, so writes are watched during the copy, and it leaves a core to others.
 
         Raises:
             OutOfMemoryError: no room for a spill.
@@ -149,7 +156,7 @@ class Backuper:
         made = self._make_spills(contents)
         result = CopyResult(complete=False)
         try:
-            self._copy(contents, result, stop, lanes or self.lanes)
+            self._copy(contents, result, stop, ahead=ahead)
         finally:
             if not result.complete:
                 for content in made:
@@ -171,9 +178,10 @@ class Backuper:
             content.spill = spill
         return lacking
 
-    def _copy(self, contents: Sequence[Content], result: CopyResult, stop: Callable[[], bool], lanes: int) -> None:
+    def _copy(self, contents: Sequence[Content], result: CopyResult, stop: Callable[[], bool], *, ahead: bool) -> None:
+        lanes = 1 if ahead else self.lanes
         owner = {content.segment: content for content in contents}
-        todo = {chunk: None for content in contents for chunk in content.claim_stale()}
+        todo = {chunk: None for content in contents for chunk in content.claim_stale(arm=ahead)}
         started = time.perf_counter()
         try:
             if not self._exact and not self._drop_equal(owner, todo, stop, lanes):
@@ -186,7 +194,7 @@ class Backuper:
                 del todo[chunk]
                 result.copied_bytes += len(chunk.used)
 
-            result.complete = run_lanes(tuple(todo), work, lanes=lanes, stop=stop)
+            result.complete = run_lanes(tuple(todo), work, lanes=lanes, stop=stop, lane_of=_stripe)
             result.copy_ms = (time.perf_counter() - summed) * 1e3
             result.skipped_bytes = sum(content.segment.used_bytes for content in contents) - result.copied_bytes
         finally:
@@ -233,11 +241,16 @@ class Backuper:
             if spill is not None:
                 spill.read(chunk, chunk.used)
 
-        run_lanes((chunk for segment in owner for chunk in segment.chunks()), work, lanes=self.lanes)
+        chunks = (chunk for segment in owner for chunk in segment.chunks())
+        run_lanes(chunks, work, lanes=self.lanes, lane_of=_stripe)
         backed = [content for content in contents if content.spill is not None]
         for content in backed:
             content.rearm()
         return sum(content.segment.used_bytes for content in backed)
+
+
+def _stripe(chunk: Chunk) -> int:
+    return chunk.index  # as `Spill` lays them out
 
 
 def _bounced(data: memoryview) -> memoryview:

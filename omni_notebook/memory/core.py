@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from omni_notebook.errors import ArgumentError
+from omni_notebook.memory.arena import release_range
 from omni_notebook.memory.base import WEIGHTS, TransitionOrderError
 from omni_notebook.memory.books import Books
 from omni_notebook.memory.content import Backuper
 from omni_notebook.memory.lanes import default_lanes, run_lanes
 from omni_notebook.memory.records import ChecksumRecords
+from omni_notebook.memory.residency import has_pagemap_scan, resident_bytes
 from omni_notebook.memory.writeahead import WriteAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from omni_notebook.memory.arena import Chunk
+    from omni_notebook.memory.arena import Chunk, Segment
     from omni_notebook.memory.base import HostMemory
     from omni_notebook.memory.books import Tag
     from omni_notebook.memory.tracking import Tracker
@@ -82,13 +85,32 @@ def check_level(level: int) -> None:
         raise ArgumentError(msg)
 
 
-def release(tags: Sequence[Tag]) -> list[str]:
-    """Give the tags' pages up; what went wrong, in words (the measurement shows by how much)."""
-    notes = []
+def release(tags: Sequence[Tag]) -> None:
+    """Give the tags' pages up, as far as the kernel lets them go."""
     for tag in tags:
         for segment in tag.segments:
-            try:
+            with contextlib.suppress(OSError):
                 segment.release()
-            except OSError as error:
-                notes.append(f"{tag.name}: {error.strerror}")
-    return notes
+
+
+def release_measured(tags: Sequence[Tag], lanes: int) -> tuple[dict[str, int], list[str]]:
+    """Give the tags' pages up; bytes that left residency, by tag, and what went wrong, in words."""
+    freed: list[tuple[str, int]] = []
+    notes: list[str] = []
+
+    def give_up(part: tuple[str, int, int]) -> None:
+        name, address, n_bytes = part
+        before = resident_bytes(address, n_bytes)
+        try:
+            release_range(address, n_bytes)
+        except OSError as error:
+            notes.append(f"{name}: {error.strerror}")
+        freed.append((name, before - resident_bytes(address, n_bytes)))
+
+    parts = [(tag.name, *part) for tag in tags for segment in tag.segments for part in _measurable(segment)]
+    run_lanes(parts, give_up, lanes=lanes, alone_under=2)
+    return {tag.name: sum(n_bytes for name, n_bytes in freed if name == tag.name) for tag in tags}, notes
+
+
+def _measurable(segment: Segment) -> list[tuple[int, int]]:
+    return segment.parts() if has_pagemap_scan() else [(segment.address, segment.span_bytes)]

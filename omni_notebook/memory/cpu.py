@@ -36,6 +36,11 @@ class CpuPool:
     Each `adopt` and each `empty` makes one segment of whole 2 MiB chunks. Tensors keep their addresses until the last
     view is gone, also after `close`, when they read as zeros. While a tag sleeps its tensors read as zeros too.
 
+    What leaves the pool: `copy.deepcopy`, `.to(dtype)` and `share_memory_()` make tensors of their own elsewhere. A
+    forked child does not have the pages (touching a tensor there ends the child); a spawned one never had. Memory that
+    a device writes by itself (long-term pins) is not seen by write tracking. Writes between `prepare_sleep` and
+    `commit_sleep` are lost.
+
     Args:
         spill_dir: where backups go; None = the system's folder for temporary files.
         backup: "checkpoint" restores unmodified weights through `set_checkpoint_restorer` instead of a copy.
@@ -181,7 +186,7 @@ class CpuPool:
             core.check_open("write_ahead")
             core.ahead.stop()
             if contents := self._sleeping.ahead_contents():
-                core.ahead.start(lambda stop: core.backuper.back_up(contents, stop=stop, lanes=1))
+                core.ahead.start(lambda stop: core.backuper.back_up(contents, stop=stop, ahead=True))
 
     def wait_write_ahead(self, timeout_s: float) -> bool:
         """Whether the background backup is complete (writes after it are the next sleep's)."""
@@ -207,11 +212,10 @@ class CpuPool:
             return self._sleeping.prepare(level, tags, cancelled)
 
     def commit_sleep(self) -> UnmapReport:
-        """Give the prepared tags' pages up, and measure. Where writes are tracked, late ones are still saved.
+        """Give the prepared tags' pages up, and measure; what was written since the prepare is lost.
 
         Raises:
             TransitionOrderError: no sleep is prepared.
-            OSError: a late write could not be saved; nothing was given up.
         """
         with self._lock:
             return self._sleeping.commit()

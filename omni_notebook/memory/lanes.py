@@ -1,4 +1,4 @@
-"""Work on many chunks at once: one lane a copy thread, each lane's chunks in order, idle lanes help the others.
+"""Work on many items at once: one lane a thread, each lane's items in order, idle lanes help the others.
 
 One core can not fill the memory bus; and a file takes one writer at a time, so each lane has a spill file of its own.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from omni_notebook.memory.host import usable_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from omni_notebook.memory.arena import Chunk
+T = TypeVar("T")
 
 MAX_LANES = 2
-_ALONE = 4  # so few chunks are done sooner than a thread starts
+FEW = 4  # so few chunks are done sooner than a thread starts
 
 
 def default_lanes() -> int:
@@ -30,27 +30,25 @@ def never() -> bool:
     return False
 
 
-class _Run:
-    def __init__(self, chunks: Iterable[Chunk], work: Callable[[Chunk], None], lanes: int) -> None:
-        self.queues: list[deque[Chunk]] = [deque() for _ in range(lanes)]
-        for chunk in chunks:
-            self.queues[chunk.index % lanes].append(chunk)
+class _Run(Generic[T]):
+    def __init__(self, queues: Sequence[deque[T]], work: Callable[[T], object]) -> None:
+        self.queues = queues
         self.work = work
         self.halt = threading.Event()
         self.error: BaseException | None = None
 
     def drain(self, lane: int, stop: Callable[[], bool]) -> None:
-        """Do the lane's chunks, then what is left of the others'."""
+        """Do the lane's items, then what is left of the others'."""
         for queue in (*self.queues[lane:], *self.queues[:lane]):
             while not self.halt.is_set():
                 if stop():
                     self.halt.set()
                     return
                 try:
-                    chunk = queue.popleft()
+                    item = queue.popleft()
                 except IndexError:
                     break
-                self.work(chunk)
+                self.work(item)
 
     def help(self, lane: int) -> None:
         """`drain` in a helper thread: what goes wrong is kept for the caller."""
@@ -62,20 +60,29 @@ class _Run:
 
 
 def run_lanes(
-    chunks: Iterable[Chunk], work: Callable[[Chunk], None], *, lanes: int, stop: Callable[[], bool] = never
+    items: Iterable[T],
+    work: Callable[[T], object],
+    *,
+    lanes: int,
+    stop: Callable[[], bool] = never,
+    lane_of: Callable[[T], int] | None = None,
+    alone_under: int = FEW,
 ) -> bool:
-    """Do `work` on each chunk, on `lanes` threads (the caller's is one); False if `stop()` ended it early.
+    """Do `work` on each item, on `lanes` threads (the caller's is one); False if `stop()` ended it early.
 
-    `stop` is asked between chunks, by the caller's thread only. No thread is left when this returns or raises; what
-    `work` raised in any lane is raised here.
+    `lane_of` modulo `lanes` is an item's lane, without it they take turns; fewer items than `alone_under` get no
+    helpers. `stop` is asked between items, by the caller's thread only. No thread is left when this returns or
+    raises; what `work` raised in any lane is raised here.
     """
-    run = _Run(chunks, work, lanes)
-    count = sum(map(len, run.queues))
-    helpers = [] if count < _ALONE else [threading.Thread(target=run.help, args=(n,)) for n in range(1, lanes)]
+    queues: list[deque[T]] = [deque() for _ in range(lanes)]
+    for place, item in enumerate(items):
+        queues[(place if lane_of is None else lane_of(item)) % lanes].append(item)
+    run = _Run(queues, work)
+    alone = sum(map(len, queues)) < alone_under
+    helpers = [threading.Thread(target=run.help, args=(lane,), daemon=True) for lane in range(1, 1 if alone else lanes)]
     started = []
     try:
         for helper in helpers:
-            helper.daemon = True
             helper.start()
             started.append(helper)
         run.drain(0, stop)

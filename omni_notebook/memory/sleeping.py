@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from omni_notebook.memory.base import WEIGHTS, PrepareReport, SleepPlan, UnmapReport
 from omni_notebook.memory.books import TagState, sleep_cancelled
-from omni_notebook.memory.core import check_level, release, spilled_bytes
+from omni_notebook.memory.core import check_level, release_measured, spilled_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -94,12 +94,8 @@ class Sleeping:
     def commit(self) -> UnmapReport:
         """See `CpuPool.commit_sleep`."""
         chosen = self._core.books.select(None, TagState.PREPARED, "commit_sleep")
-        if self._core.tracker.exact:
-            self._core.backuper.back_up([c for tag in chosen if tag.backup == "spill" for c in tag.contents])
         started = time.perf_counter()
-        before = {tag.name: tag.resident_bytes() for tag in chosen}
-        notes = release(chosen)
-        freed = {tag.name: before[tag.name] - tag.resident_bytes() for tag in chosen}
+        freed, notes = release_measured(chosen, self._core.lanes)
         unmap_ms = (time.perf_counter() - started) * 1e3
         for tag in chosen:
             tag.fall_asleep()

@@ -44,23 +44,25 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError for sizes that fit no decoder."""
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads ({self.num_heads}) is no multiple of num_key_value_heads ({self.num_kv_heads})"
-            )
+            msg = f"num_attention_heads ({self.num_heads}) is no multiple of num_key_value_heads ({self.num_kv_heads})"
+            raise ConfigError(msg)
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim ({self.head_dim}) is odd; rotary positions need pairs")
+            msg = f"head_dim ({self.head_dim}) is odd; rotary positions need pairs"
+            raise ConfigError(msg)
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
         """Read a Hugging Face config; raise ConfigError that names the key which is missing, wrong or unsupported."""
         kind = data.get("model_type")
         if kind not in MODEL_TYPES:
-            raise ConfigError(f"model_type {kind!r} is not supported; one of {', '.join(MODEL_TYPES)}")
+            msg = f"model_type {kind!r} is not supported; one of {', '.join(MODEL_TYPES)}"
+            raise ConfigError(msg)
         _refuse_unsupported(data)
         heads = _size(data, "num_attention_heads")
         hidden = _size(data, "hidden_size")
         if data.get("head_dim") is None and hidden % heads:
-            raise ConfigError(f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads})")
+            msg = f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads})"
+            raise ConfigError(msg)
         bias = bool(data.get("attention_bias", False))
         return cls(
             vocab_size=_size(data, "vocab_size"),
@@ -124,7 +126,8 @@ class Decoder(nn.Module):
         """Return the last hidden states after the final norm, (B, T, hidden).
 
         token_ids, positions: (B, T) long. kv: (layers, 2, slots, max_len, kv_heads, head_dim), written in place at
-        [slot, position]; every token attends to its slot's keys with index ≤ its position. slots: (B,) long.
+        [slot, position]; every token attends to its slot's keys with index ≤ its position. Places never written must
+        hold finite numbers (zeros): a masked NaN is still a NaN. slots: (B,) long.
         kv_length: an upper bound of the positions plus one that the caller knows, so that the rest of the cache is not
         read; default the whole cache. Without kv the tokens attend to those before them (training).
         """
@@ -134,7 +137,8 @@ class Decoder(nn.Module):
         if kv is None:
             views: list[_LayerCache | None] = [None] * self.config.num_layers
         elif slots is None:
-            raise ValueError("a cache needs slots: which of its rows each sequence owns")
+            msg = "a cache needs slots: which of its rows each sequence owns"
+            raise ValueError(msg)
         else:
             length = kv.shape[3] if kv_length is None else kv_length
             mask = torch.arange(length, device=kv.device) <= positions[:, None, :, None]
@@ -160,7 +164,7 @@ class _LayerCache:
     mask: Tensor
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (B, T, kv_heads, head_dim); return all of the batch's keys and values, (B, kv_heads, length, head_dim)."""
+        """Write (B, T, kv_heads, head_dim); return the batch's whole history, (B, kv_heads, length, head_dim) each."""
         rows = self.slots[:, None]
         self.storage[0, rows, self.positions] = keys.to(self.storage.dtype)
         self.storage[1, rows, self.positions] = values.to(self.storage.dtype)
@@ -171,7 +175,9 @@ class _LayerCache:
 class _Backbone(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
         self.layers = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -249,7 +255,8 @@ def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rope table: `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
     table = data.get("rope_parameters") or data.get("rope_scaling") or {}
     if not isinstance(table, dict):
-        raise ConfigError(f"rope_parameters must be an object, not {table!r}")
+        msg = f"rope_parameters must be an object, not {table!r}"
+        raise ConfigError(msg)
     return table
 
 
@@ -261,16 +268,21 @@ def _rope_theta(data: Mapping[str, Any]) -> float:
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     scaling = _rope(data).get("rope_type", _rope(data).get("type", "default"))
     if scaling != "default":
-        raise ConfigError(f"rope_scaling {scaling!r} is not supported by this runtime; use runtime='vllm' for this model")
+        msg = f"rope_scaling {scaling!r} is not supported by this runtime; use runtime='vllm' for this model"
+        raise ConfigError(msg)
     if data.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act {data['hidden_act']!r} is not supported; only 'silu'")
+        msg = f"hidden_act {data['hidden_act']!r} is not supported; only 'silu'"
+        raise ConfigError(msg)
     window = data.get("sliding_window") is not None and data.get("use_sliding_window", data["model_type"] == "mistral")
     if window:
-        raise ConfigError(f"sliding_window {data['sliding_window']!r} is not supported; only full attention")
+        msg = f"sliding_window {data['sliding_window']!r} is not supported; only full attention"
+        raise ConfigError(msg)
     if data.get("quantization_config") is not None:
-        raise ConfigError("quantization_config is not supported by this runtime; use runtime='vllm' for this model")
+        msg = "quantization_config is not supported by this runtime; use runtime='vllm' for this model"
+        raise ConfigError(msg)
     if _number(data, "partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor {data['partial_rotary_factor']!r} is not supported; only 1.0")
+        msg = f"partial_rotary_factor {data['partial_rotary_factor']!r} is not supported; only 1.0"
+        raise ConfigError(msg)
 
 
 def _size(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -278,14 +290,17 @@ def _size(data: Mapping[str, Any], key: str, default: int | None = None) -> int:
     if value is None and default is not None:
         return default
     if value is None:
-        raise ConfigError(f"{key} is missing from the model's config.json")
+        msg = f"{key} is missing from the model's config.json"
+        raise ConfigError(msg)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key} must be a positive integer, not {value!r}")
+        msg = f"{key} must be a positive integer, not {value!r}"
+        raise ConfigError(msg)
     return value
 
 
 def _number(data: Mapping[str, Any], key: str, default: float) -> float:
     value = data.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"{key} must be a positive number, not {value!r}")
+        msg = f"{key} must be a positive number, not {value!r}"
+        raise ConfigError(msg)
     return float(value)

@@ -44,20 +44,25 @@ class DiTConfig:
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{item.name} must be a positive integer, not {value!r}")
+                msg = f"{item.name} must be a positive integer, not {value!r}"
+                raise ConfigError(msg)
         if self.hidden_size % self.num_heads:
-            raise ConfigError(f"hidden_size ({self.hidden_size}) is no multiple of num_heads ({self.num_heads})")
+            msg = f"hidden_size ({self.hidden_size}) is no multiple of num_heads ({self.num_heads})"
+            raise ConfigError(msg)
         if self.image_size % self.patch_size:
-            raise ConfigError(f"image_size ({self.image_size}) is no multiple of patch_size ({self.patch_size})")
+            msg = f"image_size ({self.image_size}) is no multiple of patch_size ({self.patch_size})"
+            raise ConfigError(msg)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Read a config.json; raise ConfigError that names the key which is missing or wrong."""
         if data.get("model_type") != MODEL_TYPE:
-            raise ConfigError(f"model_type {data.get('model_type')!r} is not a diffusion transformer of ours ({MODEL_TYPE})")
+            msg = f"model_type {data.get('model_type')!r} is not a diffusion transformer of ours ({MODEL_TYPE})"
+            raise ConfigError(msg)
         for item in fields(cls):
             if item.name not in data:
-                raise ConfigError(f"{item.name} is missing from the model's config.json")
+                msg = f"{item.name} is missing from the model's config.json"
+                raise ConfigError(msg)
         return cls(**{item.name: data[item.name] for item in fields(cls)})
 
     @property
@@ -80,7 +85,7 @@ class DiT(nn.Module):
         width, pixels = config.hidden_size, config.channels * config.patch_size**2
         self.patch_in = nn.Linear(pixels, width)
         self.patch_position = nn.Parameter(torch.zeros(config.patches, width))
-        self.plan_embedding = nn.Embedding(config.plan_vocab_size, width)
+        self.plan_embedding = nn.Embedding.from_pretrained(torch.empty(config.plan_vocab_size, width), freeze=False)
         self.plan_position = nn.Parameter(torch.zeros(config.plan_length, width))
         self.hidden_in = nn.Linear(config.cond_hidden_size, width, bias=False)
         self.time_in = nn.Linear(_TIME_FEATURES, width)
@@ -130,7 +135,7 @@ class DiT(nn.Module):
         tokens: Tensor = self.plan_embedding(plan_ids) + self.plan_position
         if hidden is None:
             return tokens
-        extra = self.hidden_in(_norm(hidden.to(tokens.dtype)))
+        extra: Tensor = self.hidden_in(_norm(hidden.to(tokens.dtype)))
         return tokens + (extra if hidden_mask is None else extra * hidden_mask.to(tokens.dtype)[:, None, None])
 
     def _patch_tokens(self, x: Tensor) -> Tensor:
@@ -168,11 +173,12 @@ class _Block(nn.Module):
         self.fc2 = nn.Linear(config.mlp_size, width)
 
     def forward(self, tokens: Tensor, shared: Tensor) -> Tensor:
-        """tokens (B, N, width); shared (B, 6, width): shift, scale and gate of attention, then of the feed-forward."""
+        """Run one block. tokens: (B, N, width). shared: (B, 6, width), shift, scale, gate, twice."""
         parts = (shared + self.offset)[:, :, None].unbind(1)
         tokens = tokens + parts[2] * self._attend(_norm(tokens) * (1 + parts[1]) + parts[0])
         inner = F.gelu(self.fc1(_norm(tokens) * (1 + parts[4]) + parts[3]), approximate="tanh")
-        return tokens + parts[5] * self.fc2(inner)
+        result: Tensor = tokens + parts[5] * self.fc2(inner)
+        return result
 
     def _attend(self, tokens: Tensor) -> Tensor:
         query, key, value = (

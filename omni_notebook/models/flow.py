@@ -24,7 +24,7 @@ MIN_REMAINING = 0.02
 class Condition:
     """What a batch of images is drawn from.
 
-    plan_ids: (B, P) long. hidden: (B, P, hidden) or None. hidden_mask: (B,), false where a request has no hidden states.
+    plan_ids: (B, P) long. hidden: (B, P, hidden) or None. hidden_mask: (B,), false where a request has none of them.
     """
 
     plan_ids: Tensor
@@ -51,7 +51,8 @@ def initial_noise(shape: Sequence[int], seed: int) -> Tensor:
 def timesteps(steps: int) -> Tensor:
     """Return the times of a run, (steps + 1,) from 0 to 1; raise ValueError for fewer than one step."""
     if steps < 1:
-        raise ValueError(f"num_inference_steps must be at least 1, not {steps}")
+        msg = f"num_inference_steps must be at least 1, not {steps}"
+        raise ValueError(msg)
     return torch.linspace(0.0, 1.0, steps + 1)
 
 
@@ -67,7 +68,7 @@ def denoise_step(
     """Return the batch one step further along (Euler).
 
     x: (B, C, H, W). t_index: the step to make, 0 … steps − 1, one for all or (B,) long, so that requests at different
-    steps can share a batch. times: from `timesteps`. guidance 1 runs the model once a step, another value twice the batch.
+    steps can share a batch. times: from `timesteps`. guidance: other than 1, the model runs on twice the batch.
     """
     index = torch.as_tensor(t_index, device=times.device).expand(len(x))
     now, following = (times[i].to(x.device, torch.float32) for i in (index, index + 1))

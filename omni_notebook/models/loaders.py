@@ -27,28 +27,34 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Return a model folder's config.json; raise ConfigError when folder or file is missing or is no JSON object."""
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such model folder")
+        msg = f"{path}: no such model folder"
+        raise ConfigError(msg)
     return _read_object(path / "config.json")
 
 
 def checkpoint_files(folder: str | Path) -> list[Path]:
-    """Return the safetensors files of a model folder, the index's shards in order; raise ConfigError if one is missing."""
+    """Return a model folder's safetensors files, shards in order of name; raise ConfigError if one is missing."""
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such model folder")
+        msg = f"{path}: no such model folder"
+        raise ConfigError(msg)
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if not (path / INDEX_FILE).is_file():
-        raise ConfigError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+        msg = f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+        raise ConfigError(msg)
     table = _read_object(path / INDEX_FILE).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-        raise ConfigError(f"{path / INDEX_FILE}: weight_map is missing or is no table of file names")
+        msg = f"{path / INDEX_FILE}: weight_map is missing or is no table of file names"
+        raise ConfigError(msg)
     names = sorted(set(table.values()))
     for name in names:
         if Path(name).name != name:
-            raise ConfigError(f"{path / INDEX_FILE}: {name!r} lies outside the model folder")
+            msg = f"{path / INDEX_FILE}: {name!r} lies outside the model folder"
+            raise ConfigError(msg)
         if not (path / name).is_file():
-            raise ConfigError(f"{path / name}: no such file, but {INDEX_FILE} names it")
+            msg = f"{path / name}: no such file, but {INDEX_FILE} names it"
+            raise ConfigError(msg)
     return [path / name for name in names]
 
 
@@ -78,7 +84,8 @@ def iter_tensors(
                     if wanted is not None:
                         wanted.discard(name)
     if wanted:
-        raise ConfigError(f"{folder}: the checkpoint lacks {_some(wanted)}")
+        msg = f"{folder}: the checkpoint lacks {_some(wanted)}"
+        raise ConfigError(msg)
 
 
 def check_fits(module: nn.Module, folder: str | Path, slices: Slices | None = None) -> None:
@@ -126,7 +133,8 @@ def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[
             handle = _open(stack, file)
             for name in handle.keys():  # noqa: SIM118
                 if name in found:
-                    raise ConfigError(f"{file}: {name} is also in {found[name][0].name}")
+                    msg = f"{file}: {name} is also in {found[name][0].name}"
+                    raise ConfigError(msg)
                 whole = tuple(handle.get_slice(name).get_shape())
                 found[name] = (file, _sliced_shape(file, name, whole, (slices or {}).get(name)))
     return found
@@ -136,24 +144,27 @@ def _sliced_shape(file: Path, name: str, shape: tuple[int, ...], part: tuple[sli
     if part is None:
         return shape
     if len(part) > len(shape):
-        raise ConfigError(f"{file}: {name} has {len(shape)} dimensions, a slice of {len(part)} was asked for")
+        msg = f"{file}: {name} has {len(shape)} dimensions, a slice of {len(part)} was asked for"
+        raise ConfigError(msg)
     cut = [len(range(*piece.indices(size))) for piece, size in zip(part, shape, strict=False)]
     return (*cut, *shape[len(cut) :])
 
 
-def _open(stack: ExitStack, file: Path) -> Any:  # noqa: ANN401
+def _open(stack: ExitStack, file: Path) -> Any:
     """Open a safetensors file; its own checks find a truncated body or a bad header."""
     try:
         return stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{file}: not a whole safetensors file: {error}") from error
+        msg = f"{file}: not a whole safetensors file: {error}"
+        raise ConfigError(msg) from error
 
 
-def _read(handle: Any, file: Path, name: str, part: tuple[slice, ...] | None) -> Tensor:  # noqa: ANN401
+def _read(handle: Any, file: Path, name: str, part: tuple[slice, ...] | None) -> Tensor:
     try:
         tensor: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{file}: {name} cannot be read: {error}") from error
+        msg = f"{file}: {name} cannot be read: {error}"
+        raise ConfigError(msg) from error
     return tensor
 
 
@@ -161,16 +172,19 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
+        msg = f"{file}: no such file"
+        raise ConfigError(msg) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+        msg = f"{file}: cannot be read as JSON: {error}"
+        raise ConfigError(msg) from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: holds no JSON object")
+        msg = f"{file}: holds no JSON object"
+        raise ConfigError(msg)
     return data
 
 
 def _some(names: Collection[str]) -> str:
     """Name up to three tensors, and how many more."""
     listed = sorted(names)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""  # noqa: PLR2004
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return ", ".join(listed[:3]) + more

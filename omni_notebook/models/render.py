@@ -85,7 +85,7 @@ def _coverage(texture: Tensor, cell: Tensor, alone: Tensor, generator: torch.Gen
 
 
 def _distance(name: str, points: Tensor) -> Tensor:
-    length = points.norm(dim=-1)
+    length: Tensor = points.norm(dim=-1)
     if name == "circle":
         return length - 0.95
     if name == "ring":

@@ -56,7 +56,8 @@ class SceneObject:
         words = (self.colour, self.shape, self.row, self.column)
         for word, allowed, field in zip(words, FIELDS, ("colour", "shape", "row", "column"), strict=True):
             if word not in allowed:
-                raise ValueError(f"{word!r} is no {field} of a plan; one of {', '.join(allowed)}")
+                msg = f"{word!r} is no {field} of a plan; one of {', '.join(allowed)}"
+                raise ValueError(msg)
 
     @property
     def cell(self) -> int:
@@ -74,9 +75,11 @@ Plan = tuple[SceneObject, ...]
 def check_plan(plan: Sequence[SceneObject]) -> None:
     """Raise ValueError unless the plan has one to three objects in different cells."""
     if not 1 <= len(plan) <= MAX_OBJECTS:
-        raise ValueError(f"a plan has 1 to {MAX_OBJECTS} objects, not {len(plan)}")
+        msg = f"a plan has 1 to {MAX_OBJECTS} objects, not {len(plan)}"
+        raise ValueError(msg)
     if len({item.cell for item in plan}) != len(plan):
-        raise ValueError(f"two objects share a cell: {format_plan(plan)!r}")
+        msg = f"two objects share a cell: {format_plan(plan)!r}"
+        raise ValueError(msg)
 
 
 def format_plan(plan: Sequence[SceneObject]) -> str:
@@ -94,7 +97,8 @@ def parse_plan(text: str) -> Plan:
 def _parse_object(text: str) -> SceneObject:
     words = text.split()
     if len(words) != len(FIELDS):
-        raise ValueError(f"an object is 'colour shape row column', not {text.strip()!r}")
+        msg = f"an object is 'colour shape row column', not {text.strip()!r}"
+        raise ValueError(msg)
     return SceneObject(*words)
 
 

@@ -23,7 +23,9 @@ class TextTokenizer:
     never the special tokens that the folder's template puts around them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], max_prompt_tokens: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], max_prompt_tokens: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_prompt_tokens = max_prompt_tokens
@@ -38,14 +40,17 @@ class TextTokenizer:
         path = Path(folder)
         file = path / "tokenizer.json"
         if not file.is_file():
-            raise ConfigError(f"{file}: no such file; a model folder needs its tokenizer.json")
+            msg = f"{file}: no such file; a model folder needs its tokenizer.json"
+            raise ConfigError(msg)
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises the bare class
-            raise ConfigError(f"{file}: not a tokenizer file: {error}") from error
+            msg = f"{file}: not a tokenizer file: {error}"
+            raise ConfigError(msg) from error
         limit = _read_json(path / "tokenizer_config.json").get("max_prompt_tokens")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ConfigError(f"{path / 'tokenizer_config.json'}: max_prompt_tokens must be a positive int, not {limit!r}")
+            msg = f"{path / 'tokenizer_config.json'}: max_prompt_tokens must be a positive int, not {limit!r}"
+            raise ConfigError(msg)
         return cls(tokenizer, _eos_token_ids(path), limit)
 
     @property
@@ -85,16 +90,19 @@ class PlanGrammar:
         """Read `plan_grammar.json`; raise ConfigError when it is missing or not a machine."""
         file = Path(folder) / GRAMMAR_FILE
         if not file.is_file():
-            raise ConfigError(f"{file}: no such file")
+            msg = f"{file}: no such file"
+            raise ConfigError(msg)
         data = _read_json(file)
         try:
             states = [{int(token): int(target) for token, target in state.items()} for state in data["states"]]
             start = int(data["start"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{file}: not a plan grammar: {error!r}") from error
+            msg = f"{file}: not a plan grammar: {error!r}"
+            raise ConfigError(msg) from error
         targets = {start, *(target for state in states for target in state.values())}
         if not all(states) or not targets <= set(range(len(states))):
-            raise ConfigError(f"{file}: a state is empty or leads to no state")
+            msg = f"{file}: a state is empty or leads to no state"
+            raise ConfigError(msg)
         return cls(start, states)
 
     @classmethod
@@ -111,7 +119,8 @@ class PlanGrammar:
         try:
             return self._states[state][token]
         except KeyError:
-            raise ValueError(f"token {token} is not allowed in state {state}; allowed: {self._allowed[state]}") from None
+            msg = f"token {token} is not allowed in state {state}; allowed: {self._allowed[state]}"
+            raise ValueError(msg) from None
 
 
 def _printable(text: str) -> str:
@@ -125,16 +134,19 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+        msg = f"{file}: cannot be read as JSON: {error}"
+        raise ConfigError(msg) from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: holds no JSON object")
+        msg = f"{file}: holds no JSON object"
+        raise ConfigError(msg)
     return data
 
 
 def _eos_token_ids(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if value is not None and ids and all(isinstance(item, int) for item in ids):
+        ids = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
+        if ids:
             return ids
-    raise ConfigError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id")
+    msg = f"{folder}: neither generation_config.json nor config.json names an eos_token_id"
+    raise ConfigError(msg)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from omni_notebook.notebook import units
+from omni_notebook import units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,7 +167,8 @@ def svg_bar(bar: Bar, full_bytes: int, *, width: int = 80, height: int = 12) -> 
     parts = _rects(bar, 0, 0, width / max(full_bytes, 1), height)
     frame = f'<rect width="{width}" height="{height}" fill="none" stroke="currentColor" stroke-opacity=".3"/>'
     return (
-        f'<svg role="img" aria-label="{name}" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<svg role="img" aria-label="{name}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'style="min-width:{width}px;max-width:none">'
         f"<title>{name}</title>{_patterns([bar])}{parts}{frame}</svg>"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.notebook.results import generation_bundle, status_bundle
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from IPython.core.interactiveshell import InteractiveShell
+    from matplotlib.figure import Figure
 
     from omni_notebook.verbs.engine_api import Engine
 
@@ -26,16 +28,29 @@ _BY_NAME: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
 }
 
 
+def figure_png(figure: Figure) -> bytes:
+    """A matplotlib figure as a picture."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight")
+    return buffer.getvalue()
+
+
 def install(shell: InteractiveShell) -> None:
-    """Register them by name, so that nothing is loaded for it."""
+    """Register them by name, so that nothing is loaded for it; a figure keeps what `%matplotlib` chose for it."""
     for (module, name), bundle in _BY_NAME.items():
         _bundles(shell).for_type_by_name(module, name, bundle)
+    pictures = shell.display_formatter.formatters["image/png"]  # type: ignore[union-attr]  # made with the shell
+    if _FIGURE not in pictures:
+        pictures.for_type_by_name(*_FIGURE.rsplit(".", 1), figure_png)
 
 
 def remove(shell: InteractiveShell) -> None:
     """Forget them."""
     for module, name in _BY_NAME:
         _bundles(shell).pop(f"{module}.{name}", None)
+
+
+_FIGURE = "matplotlib.figure.Figure"
 
 
 def _bundles(shell: InteractiveShell) -> Any:

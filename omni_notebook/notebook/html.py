@@ -47,6 +47,6 @@ def _style(column: str, text: str, row: Row) -> str:
 
 
 def _content(table: Table, row: Row, column: str, text: str) -> str:
-    if column == tables.ACK_COLUMNS[tables.BAR] and row.bar is not None:
+    if column == tables.BAR and row.bar is not None:
         return charts.svg_bar(row.bar, table.full_bytes)
     return escape(text)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING
 
-from omni_notebook.notebook import charts, units
+from omni_notebook import units
+from omni_notebook.notebook import charts
 from omni_notebook.verbs import hints
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ ACK_COLUMNS = (
     "status",
     "state",
     "freed",
+    "mapped",
     "bar",
     "expected / observed",
     "residual",
@@ -39,7 +42,8 @@ STATUS_COLUMNS = (
     "host backup",
     "note",
 )
-BAR = ACK_COLUMNS.index("bar")
+BAR = "bar"
+_SILENT = frozenset({"", units.NONE, f"{units.NONE} / {units.NONE}"})
 _BAR_CELLS = 12
 _INKS = {charts.FREED: "█", charts.MAPPED: "▓", charts.FAILED: "x", charts.RESIDUAL: "░"}
 
@@ -77,7 +81,18 @@ def ack_table(acks: Sequence[OmniACK]) -> Table:
     rows = tuple(
         Row(_ack_cells(ack, shared), charts.Bar(units.place(ack), (charts.main_segment(ack),)), ack.ok) for ack in acks
     )
-    return Table(_ack_title(acks), ACK_COLUMNS, rows, tuple(_shared_notes(acks)))
+    return _without_silent(Table(_ack_title(acks), ACK_COLUMNS, rows, tuple(_shared_notes(acks))))
+
+
+def _without_silent(table: Table) -> Table:
+    """The table without columns in which no row says anything, and without replicas where there is one of each."""
+    said = [
+        column == BAR or bool({row.cells[i] for row in table.rows} - _SILENT) for i, column in enumerate(table.columns)
+    ]
+    replica = table.columns.index("replica")
+    said[replica] = any(row.cells[replica] != "0" for row in table.rows)
+    rows = [replace(row, cells=tuple(compress(row.cells, said))) for row in table.rows]
+    return replace(table, columns=tuple(compress(table.columns, said)), rows=tuple(rows))
 
 
 def _ack_title(acks: Sequence[OmniACK]) -> str:
@@ -86,8 +101,9 @@ def _ack_title(acks: Sequence[OmniACK]) -> str:
     failed = sum(not ack.ok for ack in acks)
     ranks = f"{len(acks)} rank{'s' if len(acks) > 1 else ''}"
     parts = [f"{ranks} answered" + (f", {failed} with ERROR" if failed else "")]
-    parts.append(f"freed {units.size(sum(ack.freed_bytes for ack in acks))}")
-    mapped = sum(ack.metadata.get("mapped_bytes") or 0 for ack in acks if ack.metadata.get("state") == "WARM")
+    freed, mapped = sum(ack.freed_bytes for ack in acks), sum(map(_mapped, acks))
+    if freed or not mapped:
+        parts.append(f"freed {units.size(freed)}")
     if mapped:
         parts.append(f"mapped {units.size(mapped)}")
     held = charts.processes(acks)
@@ -114,7 +130,8 @@ def _ack_cells(ack: OmniACK, shared: set[str]) -> tuple[str, ...]:
         str(facts.get("replica") or 0),
         ("✓ " if ack.ok else "✗ ") + ack.status,
         _ack_state(ack),
-        _ack_moved(ack),
+        units.size(ack.freed_bytes) if ack.freed_bytes or not _mapped(ack) else units.NONE,
+        units.size(_mapped(ack) or None),
         "",
         f"{units.size(facts.get('expected_bytes'))} / {units.size(facts.get('observed_bytes'))}",
         units.size(facts.get("residual_bytes")) + ("*" if units.place(ack) in shared else ""),
@@ -130,10 +147,8 @@ def _ack_state(ack: OmniACK) -> str:
     return ", ".join(words + ([f"level {level}"] if level and state == "COLD" else [])) or units.NONE
 
 
-def _ack_moved(ack: OmniACK) -> str:
-    segment = charts.main_segment(ack)
-    mapped_again = segment.look is charts.MAPPED and segment.n_bytes
-    return f"{units.size(segment.n_bytes)} mapped" if mapped_again else units.size(ack.freed_bytes)
+def _mapped(ack: OmniACK) -> int:
+    return ack.metadata.get("mapped_bytes") or 0
 
 
 def _ack_note(ack: OmniACK) -> str:
@@ -198,7 +213,6 @@ def _stage_note(stage: StageStatus, *, alive: bool) -> str:
     parts = [
         None if alive else "a worker is dead",
         f"{len(stage.ranks)} ranks" if len(stage.ranks) > 1 else None,
-        f"ballast {units.size(stage.ballast_bytes)} a rank is filler, no model" if stage.ballast_bytes else None,
         None if stage.recoverable else "weights can NOT be reloaded",
         f"last error: {stage.last_error}" if stage.last_error else None,
     ]
@@ -210,7 +224,7 @@ def _stage_note(stage: StageStatus, *, alive: bool) -> str:
 
 def as_text(table: Table) -> str:
     """The table in fixed-width text."""
-    rows = [_text_cells(row, table.full_bytes) for row in table.rows]
+    rows = [_text_cells(table, row) for row in table.rows]
     lines = [table.title]
     if rows:
         grid = [list(table.columns), *[line for row in rows for line in _split(row)]]
@@ -219,10 +233,10 @@ def as_text(table: Table) -> str:
     return "\n".join([*lines, *table.notes])
 
 
-def _text_cells(row: Row, full_bytes: int) -> list[str]:
+def _text_cells(table: Table, row: Row) -> list[str]:
     cells = [" ".join(cell.split(" ")) for cell in row.cells]
     if row.bar is not None:
-        cells[BAR] = _text_bar(row.bar, full_bytes)
+        cells[table.columns.index(BAR)] = _text_bar(row.bar, table.full_bytes)
     return cells
 
 

@@ -15,6 +15,7 @@ from omni_notebook.worker.batches import ArBatch, SequenceAnswer, SequenceStep
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_notebook.errors import OmniError
     from omni_notebook.models.tokenizer import TextTokenizer
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.transport.connector import Connector
@@ -121,7 +122,7 @@ class ArScheduler:
                 text=self._tokenizer.decode(prompt.generated),
                 token_ids=list(prompt.generated),
                 finish_reason=reason,
-                hidden=prompt.hidden if done and len(prompt.hidden) == len(prompt.generated) else None,
+                hidden=prompt.hidden[: len(prompt.generated)] if done else None,
                 weight_version=request.weight_version,
                 metrics={
                     "seed": request.seed,
@@ -146,6 +147,14 @@ class ArScheduler:
             request.payload.hidden.clear()
             self._release(slot)
             self._waiting.appendleft(request)
+
+    def end_all(self, error: OmniError) -> None:
+        """End every request with an error: the stage has failed."""
+        for request_id in self.request_ids():
+            request = self._take(request_id)
+            if request is not None:
+                request.aborted = True
+                request.end(RequestState.FAILED, error)
 
     def abort(self, request_id: str) -> bool:
         """End one request; a step that is running drops its token."""
@@ -172,6 +181,10 @@ class ArScheduler:
         del self._running[slot]
         self._free.append(slot)
         self._free.sort()
+
+    def abandoned_batch(self) -> str | None:
+        """None: a step is short, it ends by itself."""
+        return None
 
     def request_ids(self) -> Sequence[str]:
         """Running ones first."""

@@ -15,6 +15,7 @@ from omni_notebook.worker.batches import DiffusionBatch, ImageAnswer, ImageStep
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_notebook.errors import OmniError
     from omni_notebook.stages.requests import StageRequest
 
 
@@ -33,6 +34,7 @@ class DiffusionScheduler:
         self._max_batch_size = max_batch_size
         self._waiting: deque[StageRequest] = deque()
         self._running: tuple[StageRequest, ...] = ()
+        self._batch_id = ""
 
     def add(self, request: StageRequest) -> None:
         """Queue a request."""
@@ -48,7 +50,9 @@ class DiffusionScheduler:
             self._waiting.remove(request)
             request.started_s = time.perf_counter()
         self._running = tuple(chosen)
-        return Batch(self._running, _payload(chosen))
+        payload = _payload(chosen)
+        self._batch_id = payload.batch_id
+        return Batch(self._running, payload)
 
     def finish(self, batch: Batch, answer: list[ImageAnswer], weight_version: str) -> None:
         """Deliver each image; results of aborted requests are dropped."""
@@ -87,6 +91,14 @@ class DiffusionScheduler:
                 self._waiting.appendleft(request)
         self._running = ()
 
+    def end_all(self, error: OmniError) -> None:
+        """End every request with an error: the stage has failed."""
+        ending = [r for r in (*self._running, *self._waiting) if not r.aborted]
+        self._waiting.clear()
+        for request in ending:
+            request.aborted = True
+            request.end(RequestState.FAILED, error)
+
     def abort(self, request_id: str) -> bool:
         """End one request; a running one's result is dropped when its batch ends."""
         for request in (*self._waiting, *self._running):
@@ -97,6 +109,11 @@ class DiffusionScheduler:
                 request.end(RequestState.ABORTED)
                 return True
         return False
+
+    def abandoned_batch(self) -> str | None:
+        """The running batch's id if all its requests were aborted, else None."""
+        abandoned = self._running and all(request.aborted for request in self._running)
+        return self._batch_id if abandoned else None
 
     def request_ids(self) -> Sequence[str]:
         """Running ones first."""
@@ -121,6 +138,7 @@ def _kind(request: StageRequest) -> tuple[Any, ...]:
 def _payload(requests: Sequence[StageRequest]) -> DiffusionBatch:
     first = requests[0].params
     return DiffusionBatch(
+        batch_id=f"batch-{requests[0].request_id}-{requests[0].arrived_s}",
         images=tuple(ImageStep(plan_ids=r.payload.plan_ids, hidden=r.payload.hidden, seed=r.seed) for r in requests),
         num_inference_steps=first.num_inference_steps,
         guidance_scale=first.guidance_scale,

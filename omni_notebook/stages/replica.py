@@ -10,6 +10,7 @@ from omni_notebook.errors import WorkerDiedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_notebook.errors import OmniError
     from omni_notebook.executors.base import Executor
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.stages.scheduler import Batch, Scheduler
@@ -79,13 +80,24 @@ class Replica:
     def abort(self, request_id: str) -> bool:
         """End one request; whether it was here."""
         found = self.scheduler.abort(request_id)
+        self._stop_what_nobody_waits_for()
         self.kick()
         return found
+
+    def _stop_what_nobody_waits_for(self) -> None:
+        batch_id = self.scheduler.abandoned_batch()
+        if batch_id is not None and self._executing:
+            self.executor.cancel(batch_id)
 
     def abort_all(self) -> None:
         """End every request with a terminal ABORTED output."""
         for request_id in list(self.scheduler.request_ids()):
             self.abort(request_id)
+
+    def end_all(self, error: OmniError) -> None:
+        """End every request with an error."""
+        self.scheduler.end_all(error)
+        self._stop_what_nobody_waits_for()
 
     async def _run(self) -> None:
         while True:

@@ -9,6 +9,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_notebook.errors import OmniError
     from omni_notebook.stages.requests import StageRequest
 
 
@@ -42,8 +43,16 @@ class Scheduler(Protocol):
         """Put what was begun back into the queue, at its head: device state is gone, it will be computed again."""
         ...
 
+    def end_all(self, error: OmniError) -> None:
+        """End every request with an error: the stage has failed."""
+        ...
+
     def abort(self, request_id: str) -> bool:
         """End one request with a terminal output; whether it was here."""
+        ...
+
+    def abandoned_batch(self) -> str | None:
+        """The running batch's id if all its requests were aborted and it can stop early, else None."""
         ...
 
     def request_ids(self) -> Sequence[str]:

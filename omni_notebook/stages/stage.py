@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.protocol import MemoryState, PauseState, RankId, StageStatus
+from omni_notebook.errors import StageFailedError
+from omni_notebook.protocol import MemoryState, PauseState, RankId, RequestState, StageStatus
 from omni_notebook.stages.model import make_model
 from omni_notebook.stages.replica import Replica
 from omni_notebook.stages.waiting import Deadline, Signal
@@ -50,6 +51,7 @@ class Stage:
         self.pause_epoch = 0
         self.weight_version = ""
         self.source: str | None = None
+        self.source_version: str | None = None
         self.device_name = "unknown"
         self.recoverable = True
         self.last_error: str | None = None
@@ -81,7 +83,7 @@ class Stage:
                 where=RankId(self.stage_id, number, rank),
                 config=self.config,
                 source=self.source,
-                version=self.weight_version or None,
+                version=self.source_version,
             )
             for rank in range(self.config.tensor_parallel_size)
         )
@@ -167,12 +169,19 @@ class Stage:
             return
         self.last_error = f"{type(error).__name__}: {error}"
         self.close("failed")
+        for replica in self.replicas:
+            replica.end_all(self._failed_error())
         self.set_state(MemoryState.FAILED, self.level, awake_tags=(), reason=self.last_error)
 
     def tell(self, reason: str = "") -> None:
         """Wake whoever waits for this stage."""
         self.changed.notify()
         self._on_change(self, reason)
+
+    def _failed_error(self) -> StageFailedError:
+        return StageFailedError(
+            f"stage {self.stage_id} has FAILED ({self.last_error}); call restart({self.stage_id}), then generate again"
+        )
 
     # ------------------------------------------------------------------------------- scheduling
 
@@ -218,6 +227,9 @@ class Stage:
 
     def add(self, request: StageRequest) -> None:
         """Give a request to the least loaded replica."""
+        if self.state == MemoryState.FAILED:
+            request.end(RequestState.FAILED, self._failed_error())
+            return
         min(self.replicas, key=lambda r: r.scheduler.running + r.scheduler.queued).add(request)
 
     def abort(self, request_id: str) -> bool:

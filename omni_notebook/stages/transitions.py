@@ -21,7 +21,7 @@ from omni_notebook.stages.waiting import OrderCancelled, acquire
 from omni_notebook.worker.ack import error_ack, source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from omni_notebook.executors.base import RankAnswer
     from omni_notebook.stages.stage import Stage
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 SLEEP = "sleep"
 GRACE_S = 30.0
 """A step that must not be left half done may outlast the order's deadline by this much."""
+ABORT_S = 5.0
+"""A rank that does not answer an abort within this is given up: the stage has FAILED."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,6 +62,15 @@ class _Before:
 
 def _before(stage: Stage) -> _Before:
     return _Before(stage.state, stage.level, stage.awake_tags)
+
+
+async def whole(stage: Stage, task_id: str, running: Awaitable[list[OmniACK]]) -> list[OmniACK]:
+    """A transition's ACKs; a bug in it fails the stage instead of leaving it in between."""
+    try:
+        return await running
+    except Exception as error:  # noqa: BLE001  (whatever it is, the stage gets a named state)
+        stage.fail(error)
+        return _all_errors(stage, task_id, error)
 
 
 # -------------------------------------------------------------------------------------------- sleep
@@ -100,7 +111,7 @@ async def _fall_asleep(stage: Stage, task: SleepTask, mode: PauseMode | None, co
     culprit = _why_not(answers, context, "sleep")
     if culprit is not None:
         return await _roll_back(stage, task.task_id, "abort_sleep", before, answers, context)
-    return await _commit_sleep(stage, task, context)
+    return await _commit_sleep(stage, task, before, context)
 
 
 async def _come_to_rest(stage: Stage, mode: PauseMode, context: Context) -> None:
@@ -113,13 +124,11 @@ async def _come_to_rest(stage: Stage, mode: PauseMode, context: Context) -> None
         stage.pause_lock.release()
 
 
-async def _commit_sleep(stage: Stage, task: SleepTask, context: Context) -> list[OmniACK]:
+async def _commit_sleep(stage: Stage, task: SleepTask, before: _Before, context: Context) -> list[OmniACK]:
     answers = await stage.call_all("commit_sleep", task.task_id, timeout_s=context.finish_s)
+    if first_error(answers) is not None:
+        return await _undo(stage, task.task_id, before, answers)
     acks = _acks(stage, task.task_id, answers)
-    error = first_error(answers)
-    if error is not None:
-        stage.fail(error)
-        return acks
     stage.requeue()
     stage.recoverable = all(ack.metadata["recoverable"] for ack in acks)
     level = max(ack.metadata["level"] or task.level for ack in acks)
@@ -141,7 +150,7 @@ async def wake_stage(stage: Stage, task: WakeTask, context: Context) -> list[Omn
     culprit = _why_not(answers, context, "wake")
     if culprit is not None:
         return await _roll_back(stage, task.task_id, "abort_wake", before, answers, context)
-    return await _commit_wake(stage, task, [a.value for a in answers], context)
+    return await _commit_wake(stage, task, before, [a.value for a in answers], context)
 
 
 def _nothing_to_wake(stage: Stage, task: WakeTask) -> bool:
@@ -154,14 +163,12 @@ def _nothing_to_wake(stage: Stage, task: WakeTask) -> bool:
 
 
 async def _commit_wake(
-    stage: Stage, task: WakeTask, outlooks: Sequence[WakeOutlook], context: Context
+    stage: Stage, task: WakeTask, before: _Before, outlooks: Sequence[WakeOutlook], context: Context
 ) -> list[OmniACK]:
     answers = await stage.call_all("commit_wake", task.task_id, timeout_s=context.finish_s)
+    if first_error(answers) is not None:
+        return await _undo(stage, task.task_id, before, answers)
     acks = _acks(stage, task.task_id, answers)
-    error = first_error(answers)
-    if error is not None:
-        stage.fail(error)
-        return acks
     outlook = outlooks[0]
     state = _state_after(outlook)
     level = None if outlook.all_awake else acks[0].metadata["level"]
@@ -193,8 +200,9 @@ async def _roll_back(
     stage: Stage, task_id: str, abort: str, before: _Before, answers: Sequence[RankAnswer], context: Context
 ) -> list[OmniACK]:
     """Abort on every rank; each answers ERROR, its own or the culprit's."""
-    aborted = await stage.call_all(abort, task_id, timeout_s=GRACE_S)
-    culprit = next((a for a in answers if a.error is not None), None)
+    stage.cancel_order(task_id)
+    aborted = await stage.call_all(abort, task_id, timeout_s=ABORT_S)
+    culprit = _culprit(answers)
     acks = [_rolled_back(stage, task_id, answer, culprit) for answer in answers]
     stuck = first_error(aborted)
     if stuck is not None:
@@ -203,6 +211,24 @@ async def _roll_back(
         why = "cancelled" if culprit is None or context.token.cancelled else str(culprit.error)
         before.back(stage, f"rolled back: {why}")
     return acks
+
+
+async def _undo(stage: Stage, task_id: str, before: _Before, answers: Sequence[RankAnswer]) -> list[OmniACK]:
+    """A rank did not commit: the others take the order back if they can, else the stage has FAILED."""
+    undone = await stage.call_all("undo", task_id, timeout_s=GRACE_S)
+    culprit = _culprit(answers)
+    acks = [_rolled_back(stage, task_id, answer, culprit) for answer in answers]
+    stuck = first_error(undone)
+    if stuck is not None:
+        stage.fail(first_error(answers) or stuck)
+    else:
+        stage.requeue()  # a rank that slept and woke again has an empty KV cache
+        before.back(stage, f"taken back: {first_error(answers)}")
+    return acks
+
+
+def _culprit(answers: Sequence[RankAnswer]) -> RankAnswer | None:
+    return next((answer for answer in answers if answer.error is not None), None)
 
 
 def _rolled_back(stage: Stage, task_id: str, answer: RankAnswer, culprit: RankAnswer | None) -> OmniACK:

@@ -35,7 +35,8 @@ async def load_weights(stage: Stage, source: str, version: str | None, context: 
             await _after_failed_load(stage, error, context)
             raise error
         stage.requeue()
-        stage.source, stage.weight_version, stage.recoverable = source, answers[0].value, True
+        stage.source, stage.source_version = source, version
+        stage.weight_version, stage.recoverable = answers[0].value, True
         stage.set_state(MemoryState.AWAKE, None, awake_tags=tuple(stage.tags), reason=f"weights {stage.weight_version}")
         stage.reopen(SLEEP)
     finally:

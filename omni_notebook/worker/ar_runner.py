@@ -63,7 +63,7 @@ class ArRunner(ModelRunner):
 
     def _answer(self, step: SequenceStep, states: torch.Tensor) -> SequenceAnswer:
         token = pick_token(self._model.logits(states[-1]), step, self._allowed(step))
-        fresh = states[max(step.prompt_len - step.start, 0) :]
+        fresh = states[max(step.prompt_len - 1 - step.start, 0) :]
         return SequenceAnswer(token_id=token, hidden=fresh.float().numpy().copy() if step.want_hidden else None)
 
     def _allowed(self, step: SequenceStep) -> list[int] | None:

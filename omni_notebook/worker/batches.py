@@ -12,7 +12,7 @@ class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` are fed at positions `start …`: the whole sequence for a prefill (start 0), one token for a decode.
     The first `prompt_len` positions of the sequence are the prompt. `want_hidden` asks for the last hidden states
-    of generated positions.
+    that wrote a token: a token's state is the one at the position before it.
     """
 
     slot: int
@@ -33,7 +33,7 @@ class ArBatch(msgspec.Struct, frozen=True, tag="ar"):
 
 
 class SequenceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="sequence"):
-    """The next token of one sequence; `hidden`: float32 array (fed generated positions, hidden size) or None."""
+    """The next token of one sequence; `hidden`: float32 array (tokens written, hidden size) or None."""
 
     token_id: int
     hidden: Any | None
@@ -48,8 +48,9 @@ class ImageStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True, tag="diffusion"):
-    """Images that are denoised together: same size, steps and guidance."""
+    """Images that are denoised together: same size, steps and guidance; `batch_id` cancels it between steps."""
 
+    batch_id: str
     images: tuple[ImageStep, ...]
     num_inference_steps: int
     guidance_scale: float

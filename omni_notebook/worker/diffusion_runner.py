@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from omni_notebook.errors import OmniError
 from omni_notebook.models.dit import DiT, DiTConfig
-from omni_notebook.models.flow import Condition, initial_noise, sample, to_uint8
+from omni_notebook.models.flow import Condition, denoise_step, initial_noise, timesteps, to_uint8
 from omni_notebook.models.loaders import read_config
 from omni_notebook.worker.batches import DiffusionBatch, ImageAnswer, ImageStep
 from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
@@ -17,6 +18,12 @@ from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
 if TYPE_CHECKING:
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
+
+
+class BatchCancelledError(OmniError):
+    """A batch stopped between two steps because all its requests were aborted."""
+
+    error_code = "CANCELLED"
 
 
 class DiffusionRunner(ModelRunner):
@@ -27,6 +34,7 @@ class DiffusionRunner(ModelRunner):
     def __init__(self, config: StageConfig) -> None:
         self._shape = DiTConfig.from_dict(read_config(Path(config.model)))
         self._dtype = torch_dtype(config.dtype)
+        self._cancelled = ""
 
     def build(self, pool: MemoryPool) -> None:
         """The DiT in the pool."""
@@ -36,14 +44,21 @@ class DiffusionRunner(ModelRunner):
     def execute(self, batch: DiffusionBatch) -> list[ImageAnswer]:
         """All denoise steps of the batch; images in the batch's order."""
         noise = torch.stack([initial_noise(self._shape.image_shape, image.seed) for image in batch.images])
-        images = sample(
-            self._model,
-            noise.to(self._dtype),
-            self._condition(batch.images),
-            steps=batch.num_inference_steps,
-            guidance=batch.guidance_scale,
-        )
+        condition, times = self._condition(batch.images), timesteps(batch.num_inference_steps)
+        images = noise.to(self._dtype)
+        for index in range(batch.num_inference_steps):
+            self._stop_if_cancelled(batch.batch_id)
+            images = denoise_step(self._model, images, index, times, condition, batch.guidance_scale)
         return [ImageAnswer(pixels=pixels) for pixels in to_uint8(images).numpy()]
+
+    def cancel(self, task_id: str) -> None:
+        """Stop a batch at its next step (any thread)."""
+        self._cancelled = task_id
+
+    def _stop_if_cancelled(self, batch_id: str) -> None:
+        if self._cancelled == batch_id:
+            msg = f"batch {batch_id} was cancelled: nobody waits for it any more"
+            raise BatchCancelledError(msg)
 
     def _condition(self, images: tuple[ImageStep, ...]) -> Condition:
         plan_ids = torch.tensor([image.plan_ids for image in images], dtype=torch.long)

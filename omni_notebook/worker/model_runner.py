@@ -56,5 +56,8 @@ class ModelRunner:
         """Pool tensors that no checkpoint has."""
         return list(self._model.buffers())
 
+    def cancel(self, task_id: str) -> None:
+        """Stop a batch early, where a runner can; the others end soon by themselves (any thread)."""
+
     def synchronize(self) -> None:
         """Wait for the device; nothing runs behind our back on a CPU."""

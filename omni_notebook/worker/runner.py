@@ -44,6 +44,10 @@ class Runner(Protocol):
         """Run one batch."""
         ...
 
+    def cancel(self, task_id: str) -> None:
+        """Stop the batch with this id at its next step, if it is running (any thread)."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until the device has finished all that was started."""
         ...

@@ -17,6 +17,7 @@ from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
 from omni_notebook.worker.control import Control
+from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport
 from omni_notebook.worker.runners import make_runner
 from omni_notebook.worker.weights import Weights
@@ -39,7 +40,7 @@ class Worker:
         self._device_name = self._pool.device_name
         acks = AckBuilder(spec.where, device=self._pool.device, device_name=self._device_name)
         self._control = Control(
-            pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks
+            Rank(pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks)
         )
 
     def load(self) -> LoadReport:
@@ -104,32 +105,36 @@ class Worker:
     # -------------------------------------------------------------------------- control orders
 
     def prepare_sleep(self, task: SleepTask) -> None:
-        """See `Control.prepare_sleep`."""
-        self._control.prepare_sleep(task)
+        """See `SleepOrders.prepare_sleep`."""
+        self._control.sleeping.prepare_sleep(task)
 
     def commit_sleep(self, task_id: str) -> OmniACK:
-        """See `Control.commit_sleep`."""
-        return self._control.commit_sleep(task_id)
+        """See `SleepOrders.commit_sleep`."""
+        return self._control.sleeping.commit_sleep(task_id)
 
     def abort_sleep(self, task_id: str) -> None:
-        """See `Control.abort_sleep`."""
-        self._control.abort_sleep(task_id)
+        """See `SleepOrders.abort_sleep`."""
+        self._control.sleeping.abort_sleep(task_id)
 
     def drop_backup(self, task: SleepTask) -> OmniACK:
-        """See `Control.drop_backup`."""
-        return self._control.drop_backup(task)
+        """See `SleepOrders.drop_backup`."""
+        return self._control.sleeping.drop_backup(task)
 
     def prepare_wake(self, task: WakeTask) -> WakeOutlook:
-        """See `Control.prepare_wake`."""
-        return self._control.prepare_wake(task)
+        """See `WakeOrders.prepare_wake`."""
+        return self._control.waking.prepare_wake(task)
 
     def commit_wake(self, task_id: str) -> OmniACK:
-        """See `Control.commit_wake`."""
-        return self._control.commit_wake(task_id)
+        """See `WakeOrders.commit_wake`."""
+        return self._control.waking.commit_wake(task_id)
 
     def abort_wake(self, task_id: str) -> None:
-        """See `Control.abort_wake`."""
-        self._control.abort_wake(task_id)
+        """See `WakeOrders.abort_wake`."""
+        self._control.waking.abort_wake(task_id)
+
+    def undo(self, task_id: str) -> None:
+        """See `Control.undo`."""
+        self._control.undo(task_id)
 
     def noop(self, task_id: str) -> OmniACK:
         """See `Control.noop`."""
@@ -138,8 +143,9 @@ class Worker:
     # ------------------------------------------------------------------------ from any thread
 
     def cancel(self, task_id: str) -> None:
-        """See `Control.cancel`."""
+        """Stop an order that has not committed, or a batch that nobody waits for; returns at once."""
         self._control.cancel(task_id)
+        self._runner.cancel(task_id)
 
     def memory(self) -> RankStatus:
         """This rank's memory, measured now."""

@@ -60,15 +60,20 @@ def _told(engine: AsyncOmni, stage_id: int, method: str, **fault: Any) -> Iterat
 
 
 @contextlib.contextmanager
-def fault(engine: AsyncOmni, stage_id: int, method: str, error: BaseException) -> Iterator[None]:
-    """Make one rank raise in one order, at the seam between the executor and the worker."""
+def fault(
+    engine: AsyncOmni, stage_id: int, method: str, error: BaseException, *, after: bool = False
+) -> Iterator[None]:
+    """Make one rank raise in one order, at the seam between the executor and the worker; `after` doing it if so."""
     if in_processes(engine):
-        with _told(engine, stage_id, method, error=type(error).__name__, args=error.args):
+        with _told(engine, stage_id, method, error=type(error).__name__, args=error.args, after=after):
             yield
         return
     worker = engine._core.stages[stage_id].replicas[0].executor._worker
+    real = getattr(worker, method)
 
-    def broken(*_args: Any) -> None:
+    def broken(*args: Any) -> None:
+        if after:
+            real(*args)
         raise error
 
     setattr(worker, method, broken)

@@ -76,6 +76,8 @@ class FaultyWorker(Worker):
         def perhaps(*args: Any) -> Any:
             fault = faults.get(name, {})
             if "error" in fault:
+                if fault["after"]:
+                    value(*args)
                 raise getattr(builtins, fault["error"])(*fault["args"])
             time.sleep(fault.get("seconds", 0.0))
             return value(*args)

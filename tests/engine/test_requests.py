@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
-from omni_notebook.errors import ArgumentError, AsleepError, DeadlineError, EngineClosedError, PausedError
+from omni_notebook.errors import (
+    ArgumentError,
+    AsleepError,
+    DeadlineError,
+    EngineClosedError,
+    PausedError,
+    StageFailedError,
+)
 from omni_notebook.protocol import OmniSamplingParams
 from tests.engine.engine_helpers import PROMPT, collect, fault, golden, slow, until
 
@@ -195,6 +202,20 @@ def test_abort_ends_a_running_request_with_a_terminal_output(engine: AsyncOmni, 
     asyncio.run(run())
 
 
+def test_an_aborted_batch_stops_at_its_next_step(engine: AsyncOmni) -> None:
+    async def run() -> None:
+        params = {"seed": 1, "num_inference_steps": 1000}
+        request = asyncio.create_task(collect(engine, request_id="long", sampling_params=params))
+        await until(lambda: engine.status().stages[1].running)
+        started = time.monotonic()
+        await engine.abort("long")
+        assert (await request)[-1].state == "aborted"
+        await golden(engine)
+        assert time.monotonic() - started < 3
+
+    asyncio.run(run())
+
+
 def test_abort_ends_a_queued_request_while_paused(engine: AsyncOmni) -> None:
     async def run() -> None:
         with slow(engine, 0, 0.05):
@@ -282,5 +303,47 @@ def test_a_closed_engine_refuses_and_ends_its_clients() -> None:
         assert engine.status().closed
         engine.shutdown()
         return outputs
+
+    asyncio.run(run())
+
+
+def test_a_failed_stage_ends_its_clients_and_those_on_their_way_with_the_call_that_helps(engine: AsyncOmni) -> None:
+    async def run() -> None:
+        await engine.pause_generation(mode="keep", stage_ids=[1])
+        engine._core.stages[1].pause_state = type(engine._core.stages[1].pause_state)("OPEN")
+        queued = [asyncio.create_task(collect(engine)) for _ in range(3)]
+        await until(lambda: engine.status().stages[1].queued == 3)
+        with slow(engine, 0, 0.05):
+            coming = asyncio.create_task(collect(engine))
+            await until(lambda: engine.status().stages[0].running)
+            gone = RuntimeError("the driver is gone")
+            with fault(engine, 1, "commit_sleep", gone), fault(engine, 1, "undo", gone):
+                await engine.sleep([1], mode="keep", raise_on_error=False)
+        assert engine.status().stages[1].state == "FAILED"
+        for client in (*queued, coming):
+            with pytest.raises(StageFailedError, match=r"restart\(1\)"):
+                await client
+        text = await collect(engine, output_modalities="text")
+        assert text[-1].finished
+        engine._core.stages[1].pause_state = type(engine._core.stages[1].pause_state)("PAUSED")
+        await engine.resume_generation()
+        await engine.restart(1)
+        await golden(engine)
+
+    asyncio.run(run())
+
+
+def test_restart_serves_the_requests_that_waited(engine: AsyncOmni) -> None:
+    async def run() -> None:
+        alone = await golden(engine)
+        await engine.pause_generation(mode="keep", stage_ids=[1])
+        engine._core.stages[1].pause_state = type(engine._core.stages[1].pause_state)("OPEN")
+        queued = asyncio.create_task(collect(engine))
+        await until(lambda: engine.status().stages[1].queued == 1)
+        engine._core.stages[1].pause_state = type(engine._core.stages[1].pause_state)("PAUSED")
+        await engine.restart(1)
+        assert engine.status().stages[1].queued == 1
+        await engine.resume_generation()
+        assert (await queued)[-1].images[0].tobytes() == alone[1]
 
     asyncio.run(run())

@@ -296,6 +296,30 @@ def test_a_rank_that_fails_in_prepare_leaves_everything_as_it_was(engine: AsyncO
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("order", ["sleep", "wake"])
+def test_a_rank_that_fails_in_commit_takes_the_order_back(engine: AsyncOmni, order: str, when: str) -> None:
+    """`before` and `after` its memory moved: either way the stage is as before the order."""
+
+    async def run() -> None:
+        before = await golden(engine)
+        if order == "wake":
+            await engine.sleep([1], level=2)
+        name = f"commit_{order}"
+        with fault(engine, 1, name, RuntimeError("lost"), after=when == "after"):
+            call = engine.sleep([1], level=2) if order == "sleep" else engine.wake_up([1])
+            with pytest.raises((SleepError, WakeError), match="lost"):
+                await call
+        stage = engine.status().stages[1]
+        assert stage.state == ("AWAKE" if order == "sleep" else "ASLEEP")
+        resident = sum(tag.resident_bytes for tag in stage.ranks[0].tags.values())
+        assert resident == (sum(tag.mapped_bytes for tag in stage.ranks[0].tags.values()) if order == "sleep" else 0)
+        await engine.wake_up([1])
+        assert await golden(engine) == before
+
+    asyncio.run(run())
+
+
 def test_a_wake_that_fails_leaves_the_stage_asleep_and_wakeable(engine: AsyncOmni) -> None:
     async def run() -> None:
         before = await golden(engine)

@@ -47,7 +47,8 @@ async def bring_to(engine: AsyncOmni, state: str) -> None:
         await engine.sleep([0], level=1)
         await engine.wake_up([0], tags=["weights"])
     elif state == "FAILED":
-        with fault(engine, 0, "commit_sleep", RuntimeError("the driver is gone")):
+        gone = RuntimeError("the driver is gone")
+        with fault(engine, 0, "commit_sleep", gone), fault(engine, 0, "undo", gone):
             acks = await engine.sleep([0], level=1, raise_on_error=False)
         assert [ack.status for ack in acks] == ["ERROR"]
     if state == "NEEDS_WEIGHTS":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,16 @@ from tests.executors.executor_helpers import make_specs, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary folder of a test and its processes is its own: what lies there after is theirs."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
 
 RANKS = {"uni": 1, "mp": 3, "simulated": 5}
 

@@ -84,7 +84,7 @@ def fds() -> set[str]:
 
 
 def shared_files() -> set[str]:
-    """What lies in shared memory and in the temporary folder."""
+    """What lies in shared memory and in the temporary folder; others on the machine may put things into the first."""
     return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
 
 

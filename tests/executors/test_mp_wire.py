@@ -36,6 +36,7 @@ STEP = SequenceStep(
 BATCHES = [
     ArBatch((STEP,)),
     DiffusionBatch(
+        batch_id="b",
         images=(ImageStep(plan_ids=(1, 2), hidden=HIDDEN, seed=2**62), ImageStep(plan_ids=(3,), hidden=None, seed=0)),
         num_inference_steps=4,
         guidance_scale=2.0,

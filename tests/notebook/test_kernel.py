@@ -73,7 +73,12 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
-        ensure_event_loop().close()  # jupyter_client made it for this thread
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loop():
+    yield
+    ensure_event_loop().close()  # jupyter_client made it for this thread
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ import re
 import pytest
 from PIL import Image
 
-from omni_notebook.notebook import html, results, tables, units
+from omni_notebook import units
+from omni_notebook.notebook import html, results, tables
 from omni_notebook.notebook.results import AckList
 from omni_notebook.protocol import GIB, MIB, MemoryState, PauseState
 from omni_notebook.verbs.generating import Generation
@@ -71,7 +72,8 @@ def test_a_shared_process_is_counted_once():
 
 def test_a_wake_shows_what_is_mapped():
     text = repr(AckList([ack(freed_bytes=0, state="WARM", level=None, mapped_bytes=260 * MIB)]))
-    assert "260.0 MiB mapped" in text
+    assert "mapped 260.0 MiB" in text
+    assert "freed" not in text
     assert "WARM" in text
 
 

@@ -112,6 +112,7 @@ METHODS: dict[str, Signature] = {
     "prepare_wake": Signature(tuple[WakeTask], WakeOutlook),
     "commit_wake": Signature(tuple[str], OmniACK),
     "abort_wake": Signature(tuple[str], None),
+    "undo": Signature(tuple[str], None),
     "noop": Signature(tuple[str], OmniACK),
 }
 """Every order that the engine gives; a worker's other methods get and give plain types and arrays."""

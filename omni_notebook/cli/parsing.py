@@ -1,0 +1,115 @@
+"""The words of the command line; a mistake is an `ArgumentError` of one line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from omni_notebook.errors import ArgumentError
+from omni_notebook.verbs.parsing import did_you_mean, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROG = "omni-notebook"
+PROMPT, SEED, STEPS, LEVEL, BALLAST, OUT = "a red star above a blue circle", 42, 20, 2, "256MiB", "demo-output"
+
+_ABOUT = "A memory cockpit for multi-stage generation: stages sleep, wake, and say what they gave back."
+_DEMO = "Draw a picture, put both stages to sleep, wake them, and draw the same picture again."
+_DEMO_END = """\
+Writes before-sleep.png and after-wake.png. Exit status: 0 the pictures are identical, 1 they differ or a rank
+answered ERROR, 2 bad input, 130 interrupted."""
+_DOCTOR = "Say what this machine can run, what it can not, and why."
+_DOCTOR_END = "Exit status: 0 the demo can run here, 1 it can not; the last lines say why."
+COMMANDS = {"demo": _DEMO, "doctor": _DOCTOR}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and leave."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        """All of `args`; a word that is left over is a mistake, with the nearest option where there is one."""
+        read, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        return read
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead.
+
+        Raises:
+            ArgumentError: always.
+        """
+        words = self.prog.removeprefix(PROG).strip()
+        msg = f"{words + ': ' if words else ''}{message} ({self.prog} --help)"
+        raise ArgumentError(msg)
+
+
+def read(argv: Sequence[str], version: str) -> tuple[str, argparse.Namespace]:
+    """The command in `argv` and its options.
+
+    Raises:
+        ArgumentError: a mistake.
+        SystemExit: after `--help` and `--version`, and where there is no command.
+    """
+    parser = _top(version)
+    if not argv or argv[0].startswith("-"):
+        parser.parse_args(argv)
+        parser.print_help()
+        raise SystemExit(0)
+    command, *rest = argv
+    if command not in COMMANDS:
+        msg = f"unknown command {command!r}{did_you_mean(command, COMMANDS)}; commands are: {', '.join(COMMANDS)}"
+        raise ArgumentError(msg)
+    make = {"demo": _demo, "doctor": _doctor}[command]
+    return command, make().parse_args(rest)
+
+
+def _top(version: str) -> Parser:
+    commands = "\n".join(f"  {name:<8}{about}" for name, about in COMMANDS.items())
+    parser = Parser(
+        prog=PROG,
+        usage=f"{PROG} [--help] [--version] COMMAND [OPTION ...]",
+        description=f"{_ABOUT}\n\ncommands:\n{commands}",
+        epilog=f"{PROG} COMMAND --help explains one. In a notebook: %load_ext omni_notebook, then %omni help.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROG} {version}")
+    return parser
+
+
+def _command(name: str, epilog: str) -> Parser:
+    return Parser(
+        prog=f"{PROG} {name}",
+        description=COMMANDS[name],
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _demo() -> Parser:
+    parser = _command("demo", _DEMO_END)
+    add = parser.add_argument
+    add("--prompt", default=PROMPT, metavar="TEXT", help=f"what to draw ({PROMPT!r})")
+    add("--seed", type=int, default=SEED, metavar="N", help=f"same seed, same picture ({SEED})")
+    add("--steps", type=int, default=STEPS, metavar="N", help=f"denoise steps; time grows with them ({STEPS})")
+    add("--level", type=int, choices=(1, 2), default=LEVEL, help=f"1 keeps a host copy, 2 none ({LEVEL})")
+    add(
+        "--ballast",
+        type=size,
+        default=BALLAST,
+        metavar="SIZE",
+        help=f"a real extra tensor a stage that makes the drop visible; costs that much memory ({BALLAST})",
+    )
+    add("--out", type=Path, default=Path(OUT), metavar="DIR", help=f"folder for the pictures (./{OUT})")
+    return parser
+
+
+def _doctor() -> Parser:
+    parser = _command("doctor", _DOCTOR_END)
+    parser.add_argument("--json", action="store_true", help="the same facts as JSON")
+    return parser

@@ -1,0 +1,168 @@
+"""One rank's wake orders: map, copy back or reload, verify; then commit or abort."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from omni_notebook.errors import OmniError
+from omni_notebook.memory.base import BALLAST, WEIGHTS, MapReport, RestoreReport, TransitionCancelledError
+from omni_notebook.memory.host import process_memory
+from omni_notebook.protocol import PhasesMs, WakeTask
+from omni_notebook.worker.ack import rate_gib_per_s
+from omni_notebook.worker.rank import Done, ms_since, no_such
+from omni_notebook.worker.reports import WakeOutlook
+
+if TYPE_CHECKING:
+    from omni_notebook.protocol import OmniACK
+    from omni_notebook.worker.rank import Rank
+
+_NOTHING = (
+    MapReport(mapped_bytes=0, map_ms=0.0),
+    RestoreReport(copied_bytes=0, copy_ms=0.0, needs_reload=()),
+)
+
+
+class _Waking(msgspec.Struct, frozen=True, kw_only=True):
+    task: WakeTask
+    started_s: float
+    mapped: MapReport
+    restored: RestoreReport
+    reload_ms: float | None
+    verify_ms: float | None
+    note: str | None
+    outlook: WakeOutlook
+
+
+class WakeOrders:
+    """Wakes one rank's tags."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._waking: _Waking | None = None
+
+    def has(self, task_id: str) -> bool:
+        """Whether this wake is prepared and not committed."""
+        return self._waking is not None and self._waking.task.task_id == task_id
+
+    def prepare_wake(self, task: WakeTask) -> WakeOutlook:
+        """Map, copy back or reload, verify.
+
+        Raises:
+            OutOfMemoryError: no room to map; memory is as before.
+            ConfigError: the checkpoint is gone or does not fit; memory is as before.
+            WeightsMismatchError: the checkpoint is not the one that was loaded; memory is as before.
+            NeedsWeightsError: the memory is mapped and there is no path to load from.
+        """
+        started_s = time.perf_counter()
+        sleeping = self._sleeping_tags(task)
+        mapped, restored = self._rank.pool.map_restore(sleeping) if sleeping else _NOTHING
+        try:
+            self._waking = self._refill(task, started_s, mapped, restored)
+        except BaseException:
+            self._rank.pool.abort_wake()
+            raise
+        return self._waking.outlook
+
+    def _refill(self, task: WakeTask, started_s: float, mapped: MapReport, restored: RestoreReport) -> _Waking:
+        self._stop_if_cancelled(task.task_id)
+        if BALLAST in restored.needs_reload:
+            self._rank.ballast.fill()
+        self._stop_if_cancelled(task.task_id)
+        reload_ms, verify_ms, note = self._reload_weights(task, restored)
+        self._stop_if_cancelled(task.task_id)
+        awake = self._awake_after(task)
+        return _Waking(
+            task=task,
+            started_s=started_s,
+            mapped=mapped,
+            restored=restored,
+            reload_ms=reload_ms,
+            verify_ms=verify_ms,
+            note=note,
+            outlook=WakeOutlook(
+                awake_tags=awake,
+                all_awake=len(awake) == len(self._rank.pool.tags()),
+                weights_valid=self._rank.weights.valid or verify_ms is not None,
+            ),
+        )
+
+    def _reload_weights(self, task: WakeTask, restored: RestoreReport) -> tuple[float | None, float | None, str | None]:
+        """Milliseconds to reload and to verify, and a note where weights are left invalid."""
+        if self._rank.weights.valid or WEIGHTS not in self._awake_after(task):
+            return None, None, None
+        if not task.reload:
+            return None, None, "mapped without weights, as asked; call load_weights, or wake_up to reload"
+        if self._rank.weights.lost and WEIGHTS in restored.needs_reload:
+            return (
+                None,
+                None,
+                (
+                    "the sleep discarded weights that no path reproduces; call load_weights(stage_id, source), "
+                    "or wake_up once more to take the last checkpoint instead"
+                ),
+            )
+        started_s = time.perf_counter()
+        self._rank.weights.reload()
+        reload_ms = ms_since(started_s)
+        started_s = time.perf_counter()
+        self._rank.weights.verify()
+        return reload_ms, ms_since(started_s), None
+
+    def _sleeping_tags(self, task: WakeTask) -> tuple[str, ...]:
+        """Of the tags that the order names, those that sleep here."""
+        return tuple(tag for tag in self._rank.levels if task.tags is None or tag in task.tags)
+
+    def _awake_after(self, task: WakeTask) -> tuple[str, ...]:
+        woken = self._sleeping_tags(task)
+        return tuple(tag for tag in self._rank.pool.tags() if tag not in self._rank.levels or tag in woken)
+
+    def _stop_if_cancelled(self, task_id: str) -> None:
+        if task_id in self._rank.cancelled:
+            msg = "the wake was cancelled before it committed; memory is as before it"
+            raise TransitionCancelledError(msg)
+
+    def commit_wake(self, task_id: str) -> OmniACK:
+        """The wake is good; answer."""
+        plan = self._waking
+        if plan is None or plan.task.task_id != task_id:
+            raise OmniError(no_such("wake", task_id))
+        self._waking = None
+        self._rank.cancelled.discard(task_id)
+        woken = self._sleeping_tags(plan.task)
+        self._rank.done = Done(task_id, woken, self._rank.level or 1, slept=False)
+        if woken:
+            self._rank.pool.commit_wake()
+        self._rank.levels = {
+            tag: level for tag, level in self._rank.levels.items() if tag not in plan.outlook.awake_tags
+        }
+        if WEIGHTS in plan.outlook.awake_tags:
+            self._rank.weights.valid, self._rank.weights.lost = plan.outlook.weights_valid, False
+        if self._rank.weights.valid:
+            self._rank.pool.write_ahead()
+        warm = plan.outlook.all_awake and plan.outlook.weights_valid
+        return self._rank.acks.wake(
+            task_id,
+            process_memory(),
+            state="WARM" if warm else "COLD",
+            level=self._rank.level,
+            mapped_bytes=plan.mapped.mapped_bytes,
+            copied_bytes=plan.restored.copied_bytes,
+            copy_gib_per_s=rate_gib_per_s(plan.restored.copied_bytes, plan.mapped.map_ms + plan.restored.copy_ms),
+            host_backup_bytes=self._rank.pool.host_backup_bytes(),
+            weight_version=self._rank.weights.version,
+            latency_ms=ms_since(plan.started_s),
+            note=plan.note,
+            phases_ms=PhasesMs(
+                map=plan.mapped.map_ms, copy=plan.restored.copy_ms, reload=plan.reload_ms, verify=plan.verify_ms
+            ),
+        )
+
+    def abort_wake(self, task_id: str) -> None:
+        """Unmap what a prepared wake mapped; a later wake works."""
+        self._rank.cancelled.discard(task_id)
+        if self._waking is not None:
+            self._waking = None
+            self._rank.pool.abort_wake()

@@ -1,0 +1,187 @@
+"""The quickstart notebook: as it is committed, and as a real kernel runs it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from PIL import Image
+
+import run_notebooks
+from omni_notebook.models.scene import BACKGROUND, PALETTE
+
+ROOT = Path(__file__).parents[1]
+COMMITTED = ROOT / "notebooks" / "01_quickstart.ipynb"
+VERBS = [
+    "%load_ext omni_notebook",
+    "%omni start --ballast 256MiB",
+    "%%omni generate --seed 42 --out before",
+    "acks = %omni sleep 0 1 --level 2",
+    "%omni status",
+    "%omni wake",
+    "%%omni generate --seed 42 --out after",
+    "import hashlib",
+    "%matplotlib inline",
+    "%omni stop",
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """A copy of the committed notebook, its outputs thrown away, run by the tool that wrote the committed one."""
+    path = tmp_path_factory.mktemp("notebook") / COMMITTED.name
+    notebook = read(COMMITTED)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(notebook, path)
+    command = [sys.executable, str(ROOT / "tools" / "run_notebooks.py"), str(path)]
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read(path)
+
+
+@pytest.fixture(scope="module", params=["committed", "executed"])
+def notebook(request):
+    return read(COMMITTED) if request.param == "committed" else request.getfixturevalue("executed")
+
+
+def cells(notebook):
+    """`{first line: cell}` of the code cells."""
+    return {cell.source.partition("\n")[0]: cell for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def data(cell, kind):
+    return [output.data[kind] for output in cell.outputs if kind in output.get("data", {})]
+
+
+def text(cell):
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def picture(cell):
+    (png,) = data(cell, "image/png")
+    return Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+
+
+def test_the_cells_are_those_that_a_newcomer_is_promised(notebook):
+    assert list(cells(notebook)) == VERBS
+
+
+def test_every_cell_ran_in_order_and_none_failed(notebook):
+    ran = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert ran == list(range(1, len(VERBS) + 1))
+    kinds = {output.output_type for cell in cells(notebook).values() for output in cell.outputs}
+    assert kinds <= {"execute_result", "display_data", "stream"}
+    streams = {o.name for cell in cells(notebook).values() for o in cell.outputs if o.output_type == "stream"}
+    assert streams == {"stdout"}
+
+
+def test_the_pictures_are_the_same_before_the_sleep_and_after_the_wake(notebook):
+    found = cells(notebook)
+    before, after = (picture(found[f"%%omni generate --seed 42 --out {name}"]) for name in ("before", "after"))
+    assert before.tobytes() == after.tobytes()
+    assert re.fullmatch(r"identical: [0-9a-f]{64}\n", text(found["import hashlib"]))
+
+
+def test_the_picture_shows_a_red_star_above_a_blue_circle(notebook):
+    shown = picture(cells(notebook)["%%omni generate --seed 42 --out before"])
+    middle = shown.height // 2
+    above, below = shown.crop((0, 0, shown.width, middle)), shown.crop((0, middle, shown.width, shown.height))
+    assert _nearest_ink(above) == "red"
+    assert _nearest_ink(below) == "blue"
+
+
+def _nearest_ink(image):
+    """The colour of the palette that most pixels are nearest to, background aside."""
+    inks = {**PALETTE, "background": BACKGROUND}
+    votes = dict.fromkeys(inks, 0)
+    for count, pixel in image.getcolors(image.width * image.height):
+        name = min(inks, key=lambda ink: sum((a - b) ** 2 for a, b in zip(pixel, inks[ink], strict=True)))
+        votes[name] += count
+    del votes["background"]
+    return max(votes, key=votes.get)
+
+
+def test_the_acks_are_a_table_of_two_ranks_that_freed_the_ballast_and_more(notebook):
+    cell = cells(notebook)["acks = %omni sleep 0 1 --level 2"]
+    (table,) = data(cell, "text/plain")
+    assert table.count("✓ SUCCESS") == 2
+    freed = [float(value) for value in re.findall(r"level 2 +([\d.]+) MiB", table)]
+    assert len(freed) == 2
+    assert min(freed) > 256
+    assert len(data(cell, "text/html")) == len(data(cell, "image/png")) == 1
+
+
+def test_the_status_shows_both_stages_asleep(notebook):
+    (table,) = data(cells(notebook)["%omni status"], "text/plain")
+    assert table.count("ASLEEP (level 2)") == 2
+
+
+def test_the_figure_is_a_picture_that_is_not_blank(notebook):
+    figure = picture(cells(notebook)["%matplotlib inline"])
+    assert figure.width > 500
+    assert len(figure.getcolors(figure.width * figure.height)) > 50
+
+
+def test_it_holds_no_widget_and_no_path_of_a_machine(notebook):
+    assert "widgets" not in notebook.metadata
+    assert notebook.metadata.kernelspec.name == "python3"
+    raw = nbformat.writes(notebook)
+    assert run_notebooks.WIDGET not in raw
+    assert run_notebooks.machine_paths(notebook) == []
+    assert re.findall(r"/(?:home|root|Users|work|tmp)/\S+", raw) == []
+
+
+# ----------------------------------------------------------------------------------- the tool that writes it
+
+
+def write_notebook(path, *sources):
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    nbformat.write(made, path)
+    return path.read_bytes()
+
+
+def run_tool(path):
+    command = [sys.executable, str(ROOT / "tools" / "run_notebooks.py"), str(path)]
+    return subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_the_tool_leaves_a_notebook_with_an_error_as_it_was(tmp_path):
+    path = tmp_path / "broken.ipynb"
+    before = write_notebook(path, "1 / 0")
+    done = run_tool(path)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stdout
+    assert path.read_bytes() == before
+
+
+def test_the_tool_refuses_to_write_a_path_of_this_machine(tmp_path):
+    path = tmp_path / "telling.ipynb"
+    before = write_notebook(path, "import sys; print(sys.prefix)")
+    done = run_tool(path)
+    assert done.returncode == 1
+    assert "an output names" in done.stdout
+    assert path.read_bytes() == before
+
+
+def test_the_tool_keeps_the_text_of_a_widget_and_not_the_widget(tmp_path):
+    path = tmp_path / "widget.ipynb"
+    write_notebook(path, "import ipywidgets\nipywidgets.IntSlider(3)", "2")
+    assert run_tool(path).returncode == 0
+    (slider,) = read(path).cells[0].outputs
+    assert list(slider.data) == ["text/plain"]
+    assert "IntSlider(value=3)" in slider.data["text/plain"]
+    assert "widgets" not in read(path).metadata

@@ -16,7 +16,16 @@ from omni_notebook.worker.worker import Worker
 
 FAULTY = "tests.engine.faulty_worker:FaultyWorker"
 PREFIX = "test:"
-ORDERS = ("execute", "prepare_sleep", "commit_sleep", "prepare_wake", "commit_wake", "abort_sleep", "abort_wake")
+ORDERS = (
+    "execute",
+    "prepare_sleep",
+    "commit_sleep",
+    "prepare_wake",
+    "commit_wake",
+    "abort_sleep",
+    "abort_wake",
+    "undo",
+)
 
 
 def words(**fault: Any) -> str:

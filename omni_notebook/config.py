@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -145,7 +146,8 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The stages of one engine, in order; a stage's id is its place.
 
     Attributes:
-        stages: at least one; an AR stage may feed a diffusion stage, nothing feeds an AR stage.
+        stages: at least one; AR stages come first, each
+            feeding its text to the next; every diffusion stage draws from the last text.
         name: what people read.
         default_timeout: seconds an order may take; None = 120 s + 1 s a GiB + 300 s to quiesce.
 
@@ -161,13 +163,11 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not self.stages:
             msg = "a pipeline needs at least one stage (key: stages)"
             raise ConfigError(msg)
-        for place, stage in enumerate(self.stages[1:], start=1):
-            if stage.kind == "ar":
-                msg = f"stages[{place}].kind: an 'ar' stage can only be stage 0; nothing feeds tokens to stage {place}"
+        kinds = [stage.kind for stage in self.stages]
+        for place, (before, kind) in enumerate(pairwise(kinds), start=1):
+            if (before, kind) == ("diffusion", "ar"):
+                msg = f"stages[{place}].kind: an 'ar' stage can not follow a 'diffusion' stage (no text)"
                 raise ConfigError(msg)
-        if len(self.stages) > 2 or [s.kind for s in self.stages] == ["diffusion", "diffusion"]:
-            msg = "stages: this release runs one stage, or an 'ar' stage followed by a 'diffusion' stage"
-            raise UnsupportedError(msg)
         if self.default_timeout is not None and self.default_timeout <= 0:
             _refuse("default_timeout", self.default_timeout, "must be more than 0 seconds")
 
@@ -287,7 +287,10 @@ def _from_yaml(path: Path) -> PipelineConfig:
         msg = f"{path}: a pipeline file is a mapping with the key 'stages'. Nothing was started"
         raise ConfigError(msg)
     _name_unknown_keys(raw, PipelineConfig, str(path))
-    for place, stage in enumerate(raw.get("stages") or []):
+    if not isinstance(raw.get("stages", []), list):
+        msg = f"{path}: 'stages' is a list of stages. Nothing was started"
+        raise ConfigError(msg)
+    for place, stage in enumerate(raw.get("stages", [])):
         _complete_stage(stage, f"{path}: stages[{place}]", path.parent)
     return _convert(raw, PipelineConfig, str(path))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.engine import arguments, pausing
 from omni_notebook.engine.events import EventHub
-from omni_notebook.engine.flow import Flow
+from omni_notebook.engine.flow import Asked, Flow
 from omni_notebook.engine.gates import Gates
 from omni_notebook.engine.orders import Orders
 from omni_notebook.errors import ArgumentError, EngineClosedError, StageFailedError, WorkerDiedError
@@ -170,14 +170,9 @@ class Core:
         wait_s = arguments.check_timeout(admission_timeout, "admission_timeout")
         await self.gates.admit([stage.stage_id for stage in route], wait_s if wait_s is not None else 0.0)
         self._check_id(known_id)
-        flow = Flow(
-            request_id=known_id,
-            route=route,
-            params=checked,
-            seed=checked.seed if checked.seed is not None else secrets.randbits(32),
-            on_event=self.hub.push,
-            on_end=self._forget,
-        )
+        seed = checked.seed if checked.seed is not None else secrets.randbits(32)
+        asked = Asked(request_id=known_id, prompt=prompt, params=checked, seed=seed)
+        flow = Flow(asked, route, on_event=self.hub.push, on_end=self._forget)
         self._flows[known_id] = flow
         flow.begin(payload)
         return flow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import DeadlineError, OmniError
@@ -27,25 +28,33 @@ TERMINAL = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.
 NEVER_S = 10 * 365 * 24 * 3600.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a client asked for."""
+
+    request_id: str
+    prompt: Any
+    params: OmniSamplingParams
+    seed: int
+
+
 class Flow:
     """A request on its way; belongs to the engine's loop."""
 
     def __init__(
         self,
-        *,
-        request_id: str,
+        asked: Asked,
         route: Sequence[Stage],
-        params: OmniSamplingParams,
-        seed: int,
+        *,
         on_event: Callable[[RequestEvent], None],
         on_end: Callable[[Flow], None],
     ) -> None:
-        self.request_id = request_id
+        self.request_id = asked.request_id
         self.route = tuple(route)
-        self.params = params
         self.at = 0
         self.ended = False
-        self._seed = seed
+        self._asked = asked
+        self._text: StageOutput | None = None
         self._on_event = on_event
         self._on_end = on_end
         self._outputs: deque[OmniRequestOutput | BaseException] = deque()
@@ -66,8 +75,8 @@ class Flow:
         stage = self.stage
         request = StageRequest(
             request_id=self.request_id,
-            seed=self._seed,
-            params=self.params,
+            seed=self._asked.seed,
+            params=self._asked.params,
             payload=payload,
             deliver=self._take,
             feeds_next=self.at + 1 < len(self.route),
@@ -81,6 +90,8 @@ class Flow:
             return
         stage = self.stage
         last = self.at + 1 == len(self.route)
+        if output.final and stage.model.output_type == "text":
+            self._text = output
         ends = output.final and (last or output.state != RequestState.FINISHED)
         self._tell(output.state if ends or not output.final else RequestState.RUNNING)
         if output.error is not None:
@@ -90,16 +101,22 @@ class Flow:
         if ends:
             self._end(None)
         elif output.final:
-            self._move_on(output)
+            self._move_on()
 
-    def _move_on(self, output: StageOutput) -> None:
+    def _move_on(self) -> None:
         self._left_upstream()
         self.at += 1
         try:
-            self.begin(self.stage.model.following(output, self.params))
+            self.begin(self._payload_for(self.stage))
         except OmniError as error:
             self._tell(RequestState.FAILED)
             self._end(error)
+
+    def _payload_for(self, stage: Stage) -> Any:
+        """What a stage gets: the last text that was made, or the prompt where no stage makes text."""
+        if self._text is None:
+            return stage.model.first(self._asked.prompt, self._asked.params)
+        return stage.model.following(self._text, self._asked.params)
 
     def _left_upstream(self) -> None:
         if self.stage.connector is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.adoption import Adoption
-from omni_notebook.memory.arena import Segment
+from omni_notebook.memory.arena import CHUNK, Segment, no_memory, round_up
 from omni_notebook.memory.base import TransitionOrderError
 from omni_notebook.memory.books import Kept, Tag, TagState
 from omni_notebook.memory.content import Content
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from omni_notebook.memory.core import Core
+
+
+_ROOM = threading.Lock()
 
 
 class Allocation:
@@ -60,11 +64,24 @@ class Allocation:
         return tag
 
     def _add(self, tag: Tag, n_bytes: int) -> Segment:
-        segment = Segment(n_bytes)
+        with _ROOM:  # pools of one process must not both count on the same free memory
+            self._check_room(n_bytes)
+            segment = Segment(n_bytes)
         tracker: Tracker = Untracked() if tag.recomputable else self._core.tracker
         tag.contents.append(Content(segment, tracker))
         self._core.books.setdefault(tag.name, tag)
         return segment
+
+    def _check_room(self, n_bytes: int) -> None:
+        """Refuse what the host has no room for, instead of letting the kernel kill someone.
+
+        Raises:
+            OutOfMemoryError: too little is free.
+        """
+        free = self._core.room().available_bytes
+        needed = round_up(n_bytes, CHUNK)
+        if needed > free:
+            raise no_memory(needed, free_bytes=free)
 
     def _find(self, tensor: torch.Tensor) -> Content | None:
         if tensor.device.type != "cpu" or not tensor.numel():

@@ -140,6 +140,7 @@ class WakeOrders:
         }
         if WEIGHTS in plan.outlook.awake_tags:
             self._rank.weights.valid, self._rank.weights.lost = plan.outlook.weights_valid, False
+        backed_up = self._rank.pool.host_backup_bytes()
         if self._rank.weights.valid:
             self._rank.pool.write_ahead()
         warm = plan.outlook.all_awake and plan.outlook.weights_valid
@@ -151,7 +152,7 @@ class WakeOrders:
             mapped_bytes=plan.mapped.mapped_bytes,
             copied_bytes=plan.restored.copied_bytes,
             copy_gib_per_s=rate_gib_per_s(plan.restored.copied_bytes, plan.mapped.map_ms + plan.restored.copy_ms),
-            host_backup_bytes=self._rank.pool.host_backup_bytes(),
+            host_backup_bytes=backed_up,
             weight_version=self._rank.weights.version,
             latency_ms=ms_since(plan.started_s),
             note=plan.note,

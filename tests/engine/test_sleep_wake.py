@@ -16,6 +16,7 @@ from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import (
     ArgumentError,
     DeadlineError,
+    OutOfMemoryError,
     SleepError,
     StageBusyError,
     UnsupportedError,
@@ -421,3 +422,8 @@ def test_level_1_backs_weights_up_as_configured(backup_engine: AsyncOmni) -> Non
         assert await golden(backup_engine) == before
 
     asyncio.run(run())
+
+
+def test_a_start_that_does_not_fit_into_memory_is_refused_and_leaves_nothing() -> None:
+    with pytest.raises(OutOfMemoryError, match="GiB are free"):
+        AsyncOmni("demo", ballast_bytes="900TiB")

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 
+import psutil
 import pytest
 import torch
 
@@ -115,3 +116,14 @@ def test_pages_that_will_not_leave_are_reported_and_not_claimed(make_pool, monke
     monkeypatch.undo()
     assert (unmapped.expected_bytes, unmapped.observed_bytes) == (4 * MIB, 0)
     assert "weights" in unmapped.note
+
+
+def test_an_allocation_that_does_not_fit_is_refused_before_a_page_is_touched(make_pool):
+    pool = make_pool()
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(OutOfMemoryError, match="nothing changed") as caught:
+        pool.empty((2**50,), torch.uint8, "ballast", recomputable=False)
+    assert caught.value.needed_bytes == 2**50
+    assert 0 < caught.value.free_bytes < 2**50
+    assert psutil.Process().memory_info().rss - before < 64 * MIB
+    assert dict(pool.tags()) == {}

@@ -165,6 +165,7 @@ class RowParallelLinear(nn.Linear):
         part = parallel.part(in_features)
         super().__init__(part.stop - part.start, out_features, bias)
         self._parallel = parallel
+        self._has_bias = bias
         self._shards = {"weight": Shard((out_features, in_features), (slice(None), part))}
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (nn.Linear's name)
@@ -172,7 +173,7 @@ class RowParallelLinear(nn.Linear):
         if self._parallel.size == 1:
             return super().forward(input)
         total = self._parallel.all_reduce(F.linear(input, self.weight))
-        return total if self.bias is None else total + self.bias
+        return total + self.bias if self._has_bias else total
 
     def shards(self) -> dict[str, Shard]:
         """Return what this rank holds of the layer's tensors; the bias is whole."""

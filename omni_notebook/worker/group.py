@@ -31,7 +31,7 @@ class RankGroup:
         self._size = size
         self._rank = rank
         self._timeout = timedelta(seconds=timeout_s)
-        self._store: Any = None
+        self._server: Any = None
         self._parallel: TensorParallel | None = SOLO if size == 1 else None
 
     @property
@@ -54,11 +54,11 @@ class RankGroup:
             listener.bind((LOOPBACK, 0))
             listener.listen()
             port: int = listener.getsockname()[1]
-            self._store = _store(LOOPBACK, port, self._timeout, is_master=True, master_listen_fd=listener.detach())
+            self._server = _store(LOOPBACK, port, self._timeout, is_master=True, master_listen_fd=listener.detach())
         return f"tcp://{LOOPBACK}:{port}"
 
     def join(self, rendezvous: str) -> None:
-        """Meet the other ranks; does nothing for one rank by itself.
+        """Meet the other ranks, once; does nothing for one rank by itself.
 
         Raises:
             ArgumentError: `rendezvous` is no "tcp://host:port".
@@ -69,7 +69,6 @@ class RankGroup:
         host, port = _address(rendezvous)
         if host == LOOPBACK:
             os.environ.setdefault(_INTERFACE, "lo")  # not whatever interface the host's name resolves to
-        self.close(keep_store=True)
         try:
             self._parallel = self._meet(host, port)
         except (RuntimeError, ValueError) as error:
@@ -82,19 +81,15 @@ class RankGroup:
     def _meet(self, host: str, port: int) -> TensorParallel:
         import torch.distributed as dist  # noqa: PLC0415
 
-        if self._store is None:
-            self._store = _store(host, port, self._timeout)
-        dist.init_process_group(
-            "gloo", store=self._store, rank=self._rank, world_size=self._size, timeout=self._timeout
-        )
+        store = self._server or _store(host, port, self._timeout)
+        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
         return TensorParallel(self._size, self._rank, dist.group.WORLD)
 
-    def close(self, *, keep_store: bool = False) -> None:
+    def close(self) -> None:
         """Leave the group without waiting for anyone; idempotent. The others' next exchange fails at once."""
+        self._server = None
         if self._parallel is not None:
             self._parallel.leave()
-        if not keep_store:
-            self._store = None
 
 
 def _store(host: str, port: int, timeout: timedelta, **known: Any) -> Any:

@@ -15,6 +15,7 @@
     ├── DeadlineError             a wait reached its bound (also a TimeoutError)
     ├── OutOfMemoryError          host or device memory would not suffice (also a MemoryError)
     ├── WorkerDiedError           a rank's process ended; `.stage_id`, `.rank`, `.log_lines`
+    ├── PeerLostError             a rank lost the others of its tensor-parallel group; restart the stage
     └── EngineClosedError         the engine was shut down
 
 Why so many: a notebook user reads the message, a training loop catches the class. A class exists where a
@@ -154,6 +155,12 @@ class WorkerDiedError(OmniError):
         self.stage_id = stage_id
         self.rank = rank
         self.log_lines = list(log_lines)
+
+
+class PeerLostError(OmniError):
+    """A rank of the tensor-parallel group died, failed or stopped answering; this rank has left the group for good."""
+
+    error_code = "PEER_LOST"
 
 
 class EngineClosedError(OmniError):

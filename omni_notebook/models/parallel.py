@@ -18,16 +18,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from omni_notebook.errors import ConfigError, OmniError
+from omni_notebook.errors import ConfigError, PeerLostError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class PeerLostError(OmniError):
-    """A rank of the tensor-parallel group died, failed or stopped answering; this rank has left the group for good."""
-
-    error_code = "PEER_LOST"
 
 
 class TensorParallel:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from omni_notebook.errors import ConfigError, OmniError
+from omni_notebook.errors import ConfigError, OmniError, PeerLostError
 from omni_notebook.models import loaders
 from omni_notebook.models.decoder import Decoder, DecoderConfig
 from omni_notebook.models.dit import DiT, DiTConfig
 from omni_notebook.models.loaders import SINGLE_FILE, load_into, read_config
-from omni_notebook.models.parallel import PeerLostError, TensorParallel, check_split
+from omni_notebook.models.parallel import TensorParallel, check_split
 from omni_notebook.worker.group import JoinError
 from tests.models.model_rank import ModelRank, run_decoder, run_dit
 from tests.rank_processes import Ranks

@@ -7,14 +7,15 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from omni_notebook.config import load_pipeline
-from omni_notebook.errors import ConfigError
+from omni_notebook.config import StageConfig, load_pipeline
+from omni_notebook.errors import ConfigError, PeerLostError
 from omni_notebook.models.loaders import SINGLE_FILE
-from omni_notebook.models.parallel import PeerLostError
 from omni_notebook.protocol import RankId
+from omni_notebook.stages.diffusion import DiffusionModel
 from omni_notebook.worker.batches import BatchCancelledError
 from omni_notebook.worker.group import JoinError
 from omni_notebook.worker.worker import Worker, WorkerSpec
@@ -169,6 +170,18 @@ def test_the_others_raise_when_a_rank_is_gone_or_hangs_during_a_batch(number, pa
             assert not isinstance(ranks.receive(0, 5.0), Exception)
     finally:
         ranks.close()
+
+
+def test_the_stage_s_config_says_how_many_ranks(monkeypatch):
+    monkeypatch.setattr(StageConfig, "_refuse_what_does_not_run_yet", lambda _self: None, raising=False)
+    config = msgspec.structs.replace(load_pipeline("demo").stages[PAINTER], tensor_parallel_size=2)
+    worker = Worker(WorkerSpec(where=RankId(1, 0, 0), config=config))
+    assert worker.open_rendezvous().startswith("tcp://127.0.0.1:")
+    worker.shutdown()
+    uneven = msgspec.structs.replace(config, tensor_parallel_size=3)
+    for refused in (lambda: Worker(WorkerSpec(where=RankId(1, 0, 0), config=uneven)), lambda: DiffusionModel(uneven)):
+        with pytest.raises(ConfigError, match="can not be split over tensor_parallel_size=3"):
+            refused()
 
 
 def test_a_rank_of_several_that_has_not_joined_can_not_load():

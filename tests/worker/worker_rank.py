@@ -79,9 +79,10 @@ class WorkerRank:
 
     def draw_until_cancelled(self, culprit, after_s):
         """A long batch that one rank is told to cancel."""
+        batch_id = f"long {culprit}"
         if self._worker._spec.where.rank == culprit:
-            threading.Timer(after_s, self._worker.cancel, ("long",)).start()
-        return self.draw(1000, "long")
+            threading.Timer(after_s, self._worker.cancel, (batch_id,)).start()
+        return self.draw(1000, batch_id)
 
     def break_next_batch(self, culprit):
         """Make one rank raise within its next forward pass."""

@@ -88,7 +88,7 @@ class TensorParallel:
             dist.all_gather(parts, tensor.contiguous(), group=self._group)
         except RuntimeError as error:
             self.leave()
-            raise PeerLostError(self._gone(str(error).splitlines()[0])) from error
+            raise PeerLostError(self._gone(first_line(error))) from error
         return parts
 
     def _gone(self, why: str) -> str:
@@ -100,6 +100,11 @@ class TensorParallel:
 
 SOLO = TensorParallel()
 """One rank by itself."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return what a torch error says, without the C++ frames below it."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_split(size: int, key: str, units: int, *, shared: bool = False) -> None:

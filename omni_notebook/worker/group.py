@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from omni_notebook.errors import ArgumentError, OmniError
-from omni_notebook.models.parallel import SOLO, TensorParallel
+from omni_notebook.models.parallel import SOLO, TensorParallel, first_line
 
 LOOPBACK = "127.0.0.1"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -74,7 +74,8 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             msg = (
                 f"rank {self._rank} did not meet its {self._size} ranks at {rendezvous} within "
-                f"{self._timeout.total_seconds():g} s: {str(error).splitlines()[0]}. Nothing was loaded"
+                f"{self._timeout.total_seconds():g} s: {first_line(error)}. Nothing was loaded; "
+                "restart(stage_id) tries again"
             )
             raise JoinError(msg) from error
 

@@ -16,6 +16,7 @@
     ├── OutOfMemoryError          host or device memory would not suffice (also a MemoryError)
     ├── WorkerDiedError           a rank's process ended; `.stage_id`, `.rank`, `.log_lines`
     ├── RemoteWorkerError         a rank's process raised an error of a class that is not known here; `.type_name`
+    ├── PeerLostError             a rank lost the others of its tensor-parallel group; restart the stage
     └── EngineClosedError         the engine was shut down
 
 Why so many: a notebook user reads the message, a training loop catches the class. A class exists where a
@@ -172,6 +173,12 @@ class RemoteWorkerError(OmniError):
         self.type_name = type_name
         self.error_code = type_name
         self.remote_traceback = ""
+
+
+class PeerLostError(OmniError):
+    """A rank of the tensor-parallel group died, failed or stopped answering; this rank has left the group for good."""
+
+    error_code = "PEER_LOST"
 
 
 class EngineClosedError(OmniError):

@@ -14,9 +14,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from omni_notebook.errors import ConfigError
+from omni_notebook.models.parallel import SOLO, ColumnParallelLinear, ParallelModel, RowParallelLinear, check_split
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from omni_notebook.models.parallel import TensorParallel
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -82,21 +85,34 @@ class DecoderConfig:
             qk_norm=kind == "qwen3",
         )
 
-    def kv_shape(self, slots: int, max_length: int) -> tuple[int, int, int, int, int, int]:
-        """Return the cache's shape: layers, 2 (keys, values), slots, positions, heads, head size."""
-        return (self.num_layers, 2, slots, max_length, self.num_kv_heads, self.head_dim)
+    def check_parallel(self, size: int) -> None:
+        """Raise ConfigError, naming the key, unless this decoder can be split over `size` ranks."""
+        check_split(size, "num_attention_heads", self.num_heads)
+        check_split(size, "num_key_value_heads", self.num_kv_heads, shared=True)
+        check_split(size, "intermediate_size", self.intermediate_size)
+
+    def kv_shape(self, slots: int, max_length: int, parallel_size: int = 1) -> tuple[int, int, int, int, int, int]:
+        """Return a rank's cache's shape: layers, 2 (keys, values), slots, positions, heads, head size.
+
+        With more ranks than key-value heads each rank holds one head, and some the same.
+        """
+        heads = max(self.num_kv_heads // parallel_size, 1)
+        return (self.num_layers, 2, slots, max_length, heads, self.head_dim)
 
 
-class Decoder(nn.Module):
+class Decoder(ParallelModel):
     """Token ids to last hidden states; `logits` turns those into scores.
 
-    May be built under `torch.device("meta")`; after its memory exists call `reset_buffers`.
+    May be built under `torch.device("meta")`; after its memory exists call `reset_buffers`. With `parallel` it is one
+    rank's part: its heads and its share of the feed-forward layers; embeddings and output head are whole on each rank,
+    and every rank returns the same states. Raises ConfigError for a size that it can not be split over.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
+    def __init__(self, config: DecoderConfig, parallel: TensorParallel = SOLO) -> None:
+        config.check_parallel(parallel.size)
+        super().__init__(parallel)
         self.config = config
-        self.model = _Backbone(config)
+        self.model = _Backbone(config, parallel)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("inv_freq", torch.empty(config.head_dim // 2, dtype=torch.float32), persistent=False)
@@ -125,9 +141,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the last hidden states after the final norm, (B, T, hidden).
 
-        token_ids, positions: (B, T) long. kv: (layers, 2, slots, max_len, kv_heads, head_dim), written in place at
-        [slot, position]; every token attends to its slot's keys with index ≤ its position. Places never written must
-        hold finite numbers (zeros): a masked NaN is still a NaN. slots: (B,) long.
+        token_ids, positions: (B, T) long. kv: (layers, 2, slots, max_len, kv_heads of this rank, head_dim), written in
+        place at [slot, position]; every token attends to its slot's keys with index ≤ its position. Places never
+        written must hold finite numbers (zeros): a masked NaN is still a NaN. slots: (B,) long.
         kv_length: an upper bound of the positions plus one that the caller knows, so that the rest of the cache is not
         read; default the whole cache. Without kv the tokens attend to those before them (training).
         """
@@ -173,22 +189,22 @@ class _LayerCache:
 
 
 class _Backbone(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
-        self.layers = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(_Block(config, parallel) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class _Block(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, parallel)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = _FeedForward(config)
+        self.mlp = _FeedForward(config, parallel)
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], cache: _LayerCache | None) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, cache)
@@ -197,14 +213,19 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
+
+        def heads(count: int) -> ColumnParallelLinear:
+            features = count * config.head_dim
+            return ColumnParallelLinear(config.hidden_size, features, parallel, bias=config.qkv_bias, units=count)
+
+        self.q_proj = heads(config.num_heads)
+        self.k_proj = heads(config.num_kv_heads)
+        self.v_proj = heads(config.num_kv_heads)
+        queries = config.num_heads * config.head_dim
+        self.o_proj = RowParallelLinear(queries, config.hidden_size, parallel, bias=config.output_bias)
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -228,11 +249,12 @@ class _Attention(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, parallel: TensorParallel) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        outer, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = ColumnParallelLinear(outer, inner, parallel, bias=bias)
+        self.up_proj = ColumnParallelLinear(outer, inner, parallel, bias=bias)
+        self.down_proj = RowParallelLinear(inner, outer, parallel, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         result: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))

@@ -15,9 +15,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from omni_notebook.errors import ConfigError
+from omni_notebook.models.parallel import SOLO, ColumnParallelLinear, ParallelModel, RowParallelLinear, check_split
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from omni_notebook.models.parallel import TensorParallel
 
 MODEL_TYPE = "omni_dit"
 _TIME_FEATURES = 128
@@ -65,6 +68,11 @@ class DiTConfig:
                 raise ConfigError(msg)
         return cls(**{item.name: data[item.name] for item in fields(cls)})
 
+    def check_parallel(self, size: int) -> None:
+        """Raise ConfigError, naming the key, unless this transformer can be split over `size` ranks."""
+        check_split(size, "num_heads", self.num_heads)
+        check_split(size, "mlp_size", self.mlp_size)
+
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height, width of one image."""
@@ -76,11 +84,17 @@ class DiTConfig:
         return (self.image_size // self.patch_size) ** 2
 
 
-class DiT(nn.Module):
-    """Predicts the clean image from a noisy one. May be built under `torch.device("meta")`; it has no buffers."""
+class DiT(ParallelModel):
+    """Predicts the clean image from a noisy one. May be built under `torch.device("meta")`; it has no buffers.
 
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
+    With `parallel` it is one rank's part: its heads and its share of each block's feed-forward layer; embeddings and
+    modulation are whole on each rank, and every rank returns the same images. Raises ConfigError for a size that it can
+    not be split over.
+    """
+
+    def __init__(self, config: DiTConfig, parallel: TensorParallel = SOLO) -> None:
+        config.check_parallel(parallel.size)
+        super().__init__(parallel)
         self.config = config
         width, pixels = config.hidden_size, config.channels * config.patch_size**2
         self.patch_in = nn.Linear(pixels, width)
@@ -91,7 +105,7 @@ class DiT(nn.Module):
         self.time_in = nn.Linear(_TIME_FEATURES, width)
         self.time_out = nn.Linear(width, width)
         self.modulation = nn.Linear(width, _PARTS * width)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(_Block(config, parallel) for _ in range(config.num_layers))
         self.final_modulation = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, pixels)
 
@@ -160,17 +174,17 @@ class DiT(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, parallel: TensorParallel) -> None:
         super().__init__()
-        width = config.hidden_size
+        width, heads = config.hidden_size, config.num_heads
         self.head_dim = width // config.num_heads
         self.offset = nn.Parameter(torch.zeros(_PARTS, width))
-        self.q = nn.Linear(width, width)
-        self.k = nn.Linear(width, width)
-        self.v = nn.Linear(width, width)
-        self.out = nn.Linear(width, width)
-        self.fc1 = nn.Linear(width, config.mlp_size)
-        self.fc2 = nn.Linear(config.mlp_size, width)
+        self.q = ColumnParallelLinear(width, width, parallel, units=heads)
+        self.k = ColumnParallelLinear(width, width, parallel, units=heads)
+        self.v = ColumnParallelLinear(width, width, parallel, units=heads)
+        self.out = RowParallelLinear(width, width, parallel)
+        self.fc1 = ColumnParallelLinear(width, config.mlp_size, parallel)
+        self.fc2 = RowParallelLinear(config.mlp_size, width, parallel)
 
     def forward(self, tokens: Tensor, shared: Tensor) -> Tensor:
         """Run one block. tokens: (B, N, width). shared: (B, 6, width), shift, scale, gate, twice."""

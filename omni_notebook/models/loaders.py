@@ -91,10 +91,14 @@ def iter_tensors(
 def check_fits(module: nn.Module, folder: str | Path, slices: Slices | None = None) -> None:
     """Raise ConfigError unless the checkpoint has every tensor of the module, in its shape; reads headers alone.
 
-    A module may name tensors to pass over by a method `checkpoint_ignores(name) -> bool`.
+    A module may name tensors to pass over by a method `checkpoint_ignores(name) -> bool`, and, where it is one
+    rank's part of a model, the slices that it holds by `checkpoint_slices()` (the default of `slices`) and the shapes
+    of the whole tensors by `checkpoint_wholes()`.
     """
     targets = module.state_dict(keep_vars=True)
-    shapes = checkpoint_shapes(folder, slices)
+    parts = _parts(module) if slices is None else slices
+    wholes: Mapping[str, tuple[int, ...]] = getattr(module, "checkpoint_wholes", dict)()
+    shapes = checkpoint_shapes(folder)
     ignores = getattr(module, "checkpoint_ignores", lambda _name: False)
     if missing := targets.keys() - shapes.keys():
         msg = f"{folder}: the checkpoint lacks {_some(missing)}"
@@ -104,24 +108,25 @@ def check_fits(module: nn.Module, folder: str | Path, slices: Slices | None = No
         raise ConfigError(msg)
     for name, target in targets.items():
         file, shape = shapes[name]
-        if shape != tuple(target.shape):
-            msg = f"{file}: {name} has shape {shape}, the model needs {tuple(target.shape)}"
-            raise ConfigError(msg)
+        _check_shape(file, name, shape, wholes.get(name, shape))
+        _check_shape(file, name, _sliced_shape(file, name, shape, parts.get(name)), tuple(target.shape))
 
 
 def load_into(module: nn.Module, folder: str | Path, slices: Slices | None = None) -> None:
     """Copy a checkpoint into the module's existing parameters and buffers, converting types; addresses stay.
 
     Names, shapes and file sizes are checked before anything is written: ConfigError then means an untouched module.
+    slices: see `check_fits`; only these parts of the file are read.
     """
     check_fits(module, folder, slices)
+    parts = _parts(module) if slices is None else slices
     targets = module.state_dict(keep_vars=True)
     for name, target in targets.items():
         if target.is_meta:
             msg = f"{name} has no memory yet; give the module storage before loading into it"
             raise ConfigError(msg)
     with torch.no_grad():
-        for name, tensor in iter_tensors(folder, targets.keys(), slices):
+        for name, tensor in iter_tensors(folder, targets.keys(), parts):
             targets[name].copy_(tensor)
 
 
@@ -138,6 +143,17 @@ def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[
                 whole = tuple(handle.get_slice(name).get_shape())
                 found[name] = (file, _sliced_shape(file, name, whole, (slices or {}).get(name)))
     return found
+
+
+def _parts(module: nn.Module) -> Slices:
+    parts: Slices = getattr(module, "checkpoint_slices", dict)()
+    return parts
+
+
+def _check_shape(file: Path, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if shape != wanted:
+        msg = f"{file}: {name} has shape {shape}, the model needs {wanted}"
+        raise ConfigError(msg)
 
 
 def _sliced_shape(file: Path, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None) -> tuple[int, ...]:

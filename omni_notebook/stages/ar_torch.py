@@ -26,6 +26,7 @@ class ArTorchModel:
     def __init__(self, config: StageConfig) -> None:
         folder = Path(config.model)
         shape = DecoderConfig.from_hf(read_config(folder))
+        shape.check_parallel(config.tensor_parallel_size)
         self._slots = config.max_num_seqs
         self._max_len = min(config.max_model_len or shape.max_positions, shape.max_positions)
         self._vocab_size = shape.vocab_size

@@ -27,6 +27,7 @@ class DiffusionModel:
 
     def __init__(self, config: StageConfig) -> None:
         self._shape = DiTConfig.from_dict(read_config(Path(config.model)))
+        self._shape.check_parallel(config.tensor_parallel_size)
         self._max_batch_size = config.max_batch_size
 
     def make_scheduler(self, connector: Connector | None) -> DiffusionScheduler:  # noqa: ARG002

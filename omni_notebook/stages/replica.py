@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import WorkerDiedError
+from omni_notebook.errors import PeerLostError, WorkerDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,21 +113,23 @@ class Replica:
         version = self._weight_version()
         try:
             answers = await self.executor.call("execute", batch.payload)
-            error = next((a.error for a in answers if a.error is not None), None)
-            if error is None:
-                self.scheduler.finish(batch, answers[0].value, version)
+            errors = [a.error for a in answers if a.error is not None]
+            if errors:
+                self._fail(batch, errors)
             else:
-                self._fail(batch, error)
+                self.scheduler.finish(batch, answers[0].value, version)
         except Exception as error:  # noqa: BLE001  (a bug in a scheduler must not leave its clients waiting)
-            self._fail(batch, error)
+            self._fail(batch, [error])
         finally:
             self._executing = False
             self._changed.notify()
 
-    def _fail(self, batch: Batch, error: BaseException) -> None:
-        self.scheduler.fail(batch, error)
-        if isinstance(error, WorkerDiedError):
-            self._on_failure(error)
+    def _fail(self, batch: Batch, errors: list[BaseException]) -> None:
+        """Fail a batch's requests by the rank that caused it, not by those that only lost their peer."""
+        cause = next((e for e in errors if not isinstance(e, PeerLostError)), errors[0])
+        self.scheduler.fail(batch, cause)
+        if any(isinstance(error, WorkerDiedError | PeerLostError) for error in errors):
+            self._on_failure(cause)
 
     async def stop(self) -> None:
         """End the loop; requests stay in the scheduler."""

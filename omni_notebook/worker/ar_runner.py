@@ -10,6 +10,7 @@ import torch
 from omni_notebook.memory.base import KV_CACHE
 from omni_notebook.models.decoder import Decoder, DecoderConfig
 from omni_notebook.models.loaders import read_config
+from omni_notebook.models.parallel import SOLO
 from omni_notebook.models.tokenizer import PlanGrammar
 from omni_notebook.worker.batches import ArBatch, SequenceAnswer, SequenceStep
 from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.models.parallel import TensorParallel
 
 
 class ArRunner(ModelRunner):
@@ -27,19 +29,20 @@ class ArRunner(ModelRunner):
 
     _model: Decoder
 
-    def __init__(self, config: StageConfig) -> None:
+    def __init__(self, config: StageConfig, parallel_size: int = 1) -> None:
         folder = Path(config.model)
         self._shape = DecoderConfig.from_hf(read_config(folder))
+        self._shape.check_parallel(parallel_size)
         self._slots = config.max_num_seqs
         self._max_len = min(config.max_model_len or self._shape.max_positions, self._shape.max_positions)
         self._grammar = PlanGrammar.find(folder)
         self._grammar_state: dict[int, int] = {}
         self._dtype = torch_dtype(config.dtype)
 
-    def build(self, pool: MemoryPool) -> None:
-        """The decoder in the pool; the KV cache beside it."""
-        self._place(lambda: Decoder(self._shape), self._dtype, pool)
-        self._kv = pool.empty(self._shape.kv_shape(self._slots, self._max_len), self._dtype, KV_CACHE)
+    def build(self, pool: MemoryPool, parallel: TensorParallel = SOLO) -> None:
+        """The decoder, or this rank's part of it, in the pool; the KV cache of its heads beside it."""
+        self._place(lambda: Decoder(self._shape, parallel), self._dtype, pool)
+        self._kv = pool.empty(self._shape.kv_shape(self._slots, self._max_len, parallel.size), self._dtype, KV_CACHE)
 
     @torch.inference_mode()
     def execute(self, batch: ArBatch) -> list[SequenceAnswer]:

@@ -6,6 +6,14 @@ from typing import Any
 
 import msgspec
 
+from omni_notebook.errors import OmniError
+
+
+class BatchCancelledError(OmniError):
+    """A batch stopped between two steps because all its requests were aborted."""
+
+    error_code = "CANCELLED"
+
 
 class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence's part of one AR step.

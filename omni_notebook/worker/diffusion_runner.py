@@ -8,22 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from omni_notebook.errors import OmniError
 from omni_notebook.models.dit import DiT, DiTConfig
 from omni_notebook.models.flow import Condition, denoise_step, initial_noise, timesteps, to_uint8
 from omni_notebook.models.loaders import read_config
-from omni_notebook.worker.batches import DiffusionBatch, ImageAnswer, ImageStep
+from omni_notebook.models.parallel import SOLO
+from omni_notebook.worker.batches import BatchCancelledError, DiffusionBatch, ImageAnswer, ImageStep
 from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
 
 if TYPE_CHECKING:
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
-
-
-class BatchCancelledError(OmniError):
-    """A batch stopped between two steps because all its requests were aborted."""
-
-    error_code = "CANCELLED"
+    from omni_notebook.models.parallel import TensorParallel
 
 
 class DiffusionRunner(ModelRunner):
@@ -31,14 +26,16 @@ class DiffusionRunner(ModelRunner):
 
     _model: DiT
 
-    def __init__(self, config: StageConfig) -> None:
+    def __init__(self, config: StageConfig, parallel_size: int = 1) -> None:
         self._shape = DiTConfig.from_dict(read_config(Path(config.model)))
+        self._shape.check_parallel(parallel_size)
         self._dtype = torch_dtype(config.dtype)
         self._cancelled = ""
 
-    def build(self, pool: MemoryPool) -> None:
-        """The DiT in the pool."""
-        self._place(lambda: DiT(self._shape), self._dtype, pool)
+    def build(self, pool: MemoryPool, parallel: TensorParallel = SOLO) -> None:
+        """The DiT, or this rank's part of it, in the pool."""
+        self._parallel = parallel
+        self._place(lambda: DiT(self._shape, parallel), self._dtype, pool)
 
     @torch.inference_mode()
     def execute(self, batch: DiffusionBatch) -> list[ImageAnswer]:
@@ -56,7 +53,8 @@ class DiffusionRunner(ModelRunner):
         self._cancelled = task_id
 
     def _stop_if_cancelled(self, batch_id: str) -> None:
-        if self._cancelled == batch_id:
+        """Raise BatchCancelledError on all ranks at the same step: one that stopped alone would leave the others."""
+        if self._parallel.any(self._cancelled == batch_id):
             msg = f"batch {batch_id} was cancelled: nobody waits for it any more"
             raise BatchCancelledError(msg)
 

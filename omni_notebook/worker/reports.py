@@ -9,12 +9,18 @@ from omni_notebook.protocol import RankId
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is made from; `source` overrides the configured checkpoint (restart after load_weights)."""
+    """What a worker is made from; `source` overrides the configured checkpoint (restart after load_weights).
+
+    `tensor_parallel_size`: ranks that hold the model together; None = the config's. `where.rank` counts within them.
+    `collective_timeout_s`: how long a forward pass waits for another rank before it gives up.
+    """
 
     where: RankId
     config: StageConfig
     source: str | None = None
     version: str | None = None
+    tensor_parallel_size: int | None = None
+    collective_timeout_s: float = 30.0
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):

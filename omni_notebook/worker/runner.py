@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     import torch
 
     from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.models.parallel import TensorParallel
 
 
 class Runner(Protocol):
     """One model on one rank; its memory is in the pool."""
 
-    def build(self, pool: MemoryPool) -> None:
-        """Construct the model with all its memory in `pool`; weights are not valid yet."""
+    def build(self, pool: MemoryPool, parallel: TensorParallel) -> None:
+        """Construct the model, or one rank's part of it, with all its memory in `pool`; weights are not valid yet."""
         ...
 
     def check_weights(self, folder: Path) -> None:

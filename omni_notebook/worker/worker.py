@@ -16,7 +16,9 @@ from omni_notebook.memory.platforms import create_pool
 from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
+from omni_notebook.worker.batches import BatchCancelledError
 from omni_notebook.worker.control import Control
+from omni_notebook.worker.group import RankGroup
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport
 from omni_notebook.worker.runners import make_runner
@@ -34,7 +36,9 @@ class Worker:
         self._spec = spec
         config = spec.config
         self._pool = create_pool(config.device, spill_dir=config.spill_dir, backup=config.backup)
-        self._runner = make_runner(config)
+        size = spec.tensor_parallel_size or config.tensor_parallel_size
+        self._group = RankGroup(size, spec.where.rank, spec.collective_timeout_s)
+        self._runner = make_runner(config, size)
         self._weights = Weights(self._runner, self._pool)
         self._ballast = Ballast(self._pool, config.ballast_bytes)
         self._device_name = self._pool.device_name
@@ -43,14 +47,27 @@ class Worker:
             Rank(pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks)
         )
 
+    def open_rendezvous(self) -> str | None:
+        """Start the meeting point of several ranks on rank 0 and answer its address; None on every other rank."""
+        return self._group.open()
+
+    def join(self, rendezvous: str) -> None:
+        """Meet the other ranks; called on all of them at once, before `load`. Nothing to do for one rank by itself.
+
+        Raises:
+            JoinError: the others did not come within `collective_timeout_s`.
+        """
+        self._group.join(rendezvous)
+
     def load(self) -> LoadReport:
         """Build the model in the pool, load its weights, start the background backup.
 
         Raises:
             ConfigError: the checkpoint does not fit.
+            JoinError: one of several ranks, and `join` was not called.
             OutOfMemoryError: no room for it.
         """
-        self._runner.build(self._pool)
+        self._runner.build(self._pool, self._group.parallel)
         self._ballast.allocate()
         self._ballast.fill()
         self._pool.keep(WEIGHTS, self._runner.kept_tensors())
@@ -73,12 +90,27 @@ class Worker:
             self._ballast.fill()
 
     def shutdown(self) -> None:
-        """Give all memory back; idempotent."""
+        """Leave the other ranks and give all memory back; idempotent, waits for no other rank."""
+        self._group.close()
         self._pool.close()
 
     def execute(self, batch: Any) -> Any:
-        """Run one batch."""
-        return self._runner.execute(batch)
+        """Run one batch; every rank of several must be given the same batches in the same order.
+
+        A rank that fails leaves the group, because the others have gone on without it: they fail at once, and no
+        exchange of this batch can meet one of the next.
+
+        Raises:
+            PeerLostError: another rank died, failed or did not answer in time; `restart` helps.
+            BatchCancelledError: the batch was cancelled, on all ranks at the same step.
+        """
+        try:
+            return self._runner.execute(batch)
+        except BatchCancelledError:
+            raise
+        except BaseException:
+            self._group.close()
+            raise
 
     def barrier(self) -> None:
         """Return once the device has finished all that was started before."""
@@ -97,6 +129,10 @@ class Worker:
         self._weights.load(Path(source), version)
         self._pool.write_ahead()
         return self._weights.version
+
+    def set_weight_version(self, version: str) -> None:
+        """Name the weights: one name for all ranks, where each has named them by the checksum of its own part."""
+        self._weights.version = version
 
     def weights_valid(self) -> bool:
         """Whether the mapped weights are whole."""

@@ -24,7 +24,7 @@ UPSTREAM_ONLY = frozenset({"bytedance-seed/bagel-7b-mot"})
 
 StageKind = Literal["ar", "diffusion"]
 Runtime = Literal["auto", "torch", "vllm", "diffusers"]
-ExecutorName = Literal["uni", "mp", "ray"]
+ExecutorName = Literal["auto", "uni", "mp", "ray"]
 BackupKind = Literal["spill", "checkpoint"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -67,7 +67,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         model: a local folder with `config.json` and `*.safetensors`.
         name: what people read; the default is the folder's name.
         runtime: "auto", or what runs the model.
-        executor: "uni" (in this process), "mp" (a process a rank).
+        executor: "uni" (in this process), "mp" (a process a rank); "auto" takes "mp" where there are several ranks.
         tensor_parallel_size, num_replicas: ranks a replica, replicas a stage.
         step_execution: diffusion: schedule single denoise steps.
         max_num_seqs: AR: sequences that run together. max_batch_size: the same for diffusion requests.
@@ -90,7 +90,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: str
     name: str = ""
     runtime: Runtime = "auto"
-    executor: ExecutorName = "uni"
+    executor: ExecutorName = "auto"
     tensor_parallel_size: int = 1
     num_replicas: int = 1
     step_execution: bool = False
@@ -124,8 +124,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _refuse_what_does_not_run_yet(self) -> None:
         cases = (
             (self.executor == "ray", "executor='ray' is not in this release; use 'uni' or 'mp'"),
-            (self.tensor_parallel_size > 1, "tensor_parallel_size > 1 is not in this release"),
-            (self.num_replicas > 1 and self.executor == "uni", "num_replicas > 1 needs executor='mp'"),
+            (self._ranks > 1 and self.executor == "uni", "several ranks need executor='mp' (or 'auto')"),
             (self.step_execution, "step_execution=True: step-level scheduling is not in this release"),
             (self.runtime in {"vllm", "diffusers"}, f"runtime={self.runtime!r} is not in this release; use 'torch'"),
             (self.device not in {"auto", "cpu"}, f"device={self.device!r}: this release runs on 'cpu' only"),
@@ -135,6 +134,17 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if wrong:
                 msg = f"stage {self.name or self.model}: {why}; nothing was started"
                 raise UnsupportedError(msg)
+
+    @property
+    def executor_name(self) -> Literal["uni", "mp", "ray"]:
+        """The executor, where "auto" is decided."""
+        if self.executor == "auto":
+            return "mp" if self._ranks > 1 else "uni"
+        return self.executor
+
+    @property
+    def _ranks(self) -> int:
+        return self.tensor_parallel_size * self.num_replicas
 
     @property
     def title(self) -> str:

@@ -17,13 +17,13 @@ def make_executor(config: StageConfig) -> ExecutorFactory:
     Raises:
         UnsupportedError: `executor="ray"`.
     """
-    if config.executor == "uni":
+    if config.executor_name == "uni":
         from omni_notebook.executors.uni import UniExecutor  # noqa: PLC0415  (loads only what is used)
 
         return UniExecutor
-    if config.executor == "mp":
+    if config.executor_name == "mp":
         from omni_notebook.executors.mp.executor import MpExecutor  # noqa: PLC0415
 
         return MpExecutor
-    msg = f"executor={config.executor!r} is not in this release; use 'uni' or 'mp'"
+    msg = f"executor={config.executor_name!r} is not in this release; use 'uni' or 'mp'"
     raise UnsupportedError(msg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import StageFailedError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 SHUTDOWN_S = 5.0
 POLL_S = 0.002
+VERSION_CHARS = 10
 
 
 class Stage:
@@ -70,12 +72,38 @@ class Stage:
             Exception: what the first rank that failed raised; nothing is left then.
         """
         self.replicas = [self._make_replica(n) for n in range(self.config.num_replicas)]
-        answers = await self.call_all("load")
-        error = first_error(answers)
-        if error is not None:
+        try:
+            await self._bring_up()
+        except BaseException:
             await self.stop()
-            raise error
-        self._loaded([a.value for a in answers])
+            raise
+
+    async def _bring_up(self) -> None:
+        """Let each replica's ranks meet, load them all, agree on the weights' name."""
+        await asyncio.gather(*(self._meet(replica) for replica in self.replicas))
+        answers = await self.call_all("load")
+        raise_first(answers)
+        reports: list[LoadReport] = [answer.value for answer in answers]
+        version = await self.name_weights([report.weight_version for report in reports])
+        self._loaded(reports[0], version)
+
+    async def _meet(self, replica: Replica) -> None:
+        """Ranks that hold a model together find one another; control orders never need that."""
+        if self.config.tensor_parallel_size == 1:
+            return
+        opened = await replica.executor.call("open_rendezvous")
+        raise_first(opened)
+        address = next(answer.value for answer in opened if answer.value is not None)
+        raise_first(await replica.executor.call("join", address))
+
+    async def name_weights(self, versions: Sequence[str]) -> str:
+        """One name for all ranks' weights: theirs, or where each named its own part, the parts' together."""
+        if len(set(versions)) == 1:
+            return versions[0]
+        parts = "".join(versions[: self.config.tensor_parallel_size])
+        version = hashlib.sha256(parts.encode()).hexdigest()[:VERSION_CHARS]
+        raise_first(await self.call_all("set_weight_version", version))
+        return version
 
     def _make_replica(self, number: int) -> Replica:
         specs = tuple(
@@ -99,13 +127,12 @@ class Stage:
         """A rank ended by itself: the stage has FAILED at this moment, whatever it was doing."""
         self.fail(error)
 
-    def _loaded(self, reports: Sequence[LoadReport]) -> None:
-        first = reports[0]
-        self.weight_version = first.weight_version
-        self.device_name = first.device_name
-        self.tags = dict(first.tags)
+    def _loaded(self, report: LoadReport, version: str) -> None:
+        self.weight_version = version
+        self.device_name = report.device_name
+        self.tags = dict(report.tags)
         self.last_error = None
-        self.set_state(MemoryState.AWAKE, None, awake_tags=tuple(first.tags), reason="loaded")
+        self.set_state(MemoryState.AWAKE, None, awake_tags=tuple(report.tags), reason="loaded")
 
     async def restart(self) -> None:
         """Replace the replicas; requests that are here run again on the new ones.
@@ -123,12 +150,11 @@ class Stage:
             new.closed_by = set(reasons)
             before.scheduler.requeue()
             new.scheduler = before.scheduler
-        answers = await self.call_all("load")
-        error = first_error(answers)
-        if error is not None:
+        try:
+            await self._bring_up()
+        except Exception as error:
             self.fail(error)
-            raise error
-        self._loaded([a.value for a in answers])
+            raise
         for replica in self.replicas:
             replica.kick()
 
@@ -276,6 +302,13 @@ class Stage:
             ranks=tuple(status for r in list(self.replicas) for status in r.executor.memory()),
             last_error=self.last_error,
         )
+
+
+def raise_first(answers: Sequence[RankAnswer]) -> None:
+    """Raise the first rank's error, if any raised."""
+    error = first_error(answers)
+    if error is not None:
+        raise error
 
 
 def first_error(answers: Sequence[RankAnswer]) -> BaseException | None:

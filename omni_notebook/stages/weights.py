@@ -35,8 +35,8 @@ async def load_weights(stage: Stage, source: str, version: str | None, context: 
             await _after_failed_load(stage, error, context)
             raise error
         stage.requeue()
-        stage.source, stage.source_version = source, version
-        stage.weight_version, stage.recoverable = answers[0].value, True
+        stage.source, stage.source_version, stage.recoverable = source, version, True
+        stage.weight_version = await stage.name_weights([answer.value for answer in answers])
         stage.set_state(MemoryState.AWAKE, None, awake_tags=tuple(stage.tags), reason=f"weights {stage.weight_version}")
         stage.reopen(SLEEP)
     finally:
@@ -65,7 +65,7 @@ async def restart(stage: Stage, context: Context) -> None:
     stage.close("restart")
     patience = Deadline(min(FAILED_PATIENCE_S, context.deadline.left_s())) if failed else context.deadline
     at_rest = await stage.changed.until(lambda: stage.at_rest, patience, context.token)
-    if not at_rest and not failed and stage.config.executor == "uni":
+    if not at_rest and not failed and stage.config.executor_name == "uni":
         stage.reopen("restart")
         msg = f"stage {stage.stage_id} was not restarted: its running batch had not ended; abort it or wait longer"
         raise DeadlineError(msg)

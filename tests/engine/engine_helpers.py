@@ -41,7 +41,7 @@ async def until(predicate: Any, seconds: float = 20.0) -> None:
 
 def in_processes(engine: AsyncOmni) -> bool:
     """Whether the engine's ranks are child processes."""
-    return all(stage.config.executor == "mp" for stage in engine._core.stages)
+    return all(stage.config.executor_name == "mp" for stage in engine._core.stages)
 
 
 def _tell(engine: AsyncOmni, stage_id: int, method: str, **fault: Any) -> None:

@@ -99,7 +99,10 @@ class Signature(NamedTuple):
 _NONE = tuple[()]
 
 METHODS: dict[str, Signature] = {
+    "open_rendezvous": Signature(_NONE, str | None),
+    "join": Signature(tuple[str], None),
     "load": Signature(_NONE, LoadReport),
+    "set_weight_version": Signature(tuple[str], None),
     "execute": Signature(tuple[ArBatch | DiffusionBatch], list[SequenceAnswer | ImageAnswer]),
     "barrier": Signature(_NONE, None),
     "ping": Signature(_NONE, int),

@@ -18,7 +18,8 @@ from omni_notebook.protocol import RankId
 from omni_notebook.stages.diffusion import DiffusionModel
 from omni_notebook.worker.batches import BatchCancelledError
 from omni_notebook.worker.group import JoinError
-from omni_notebook.worker.worker import Worker, WorkerSpec
+from omni_notebook.worker.reports import WorkerSpec
+from omni_notebook.worker.worker import Worker
 from tests.rank_processes import Ranks
 from tests.worker.worker_rank import WorkerRank
 

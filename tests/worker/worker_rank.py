@@ -11,7 +11,8 @@ from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.models.tokenizer import TextTokenizer
 from omni_notebook.protocol import RankId, SleepTask, WakeTask
 from omni_notebook.worker.batches import ArBatch, DiffusionBatch, ImageStep, SequenceStep
-from omni_notebook.worker.worker import Worker, WorkerSpec
+from omni_notebook.worker.reports import WorkerSpec
+from omni_notebook.worker.worker import Worker
 
 PROMPTS = ("a red star above a blue circle", "two blue squares", "a pink heart with a red star to its left")
 TOKENS = 12

@@ -176,8 +176,11 @@ def test_a_forked_copy_of_the_parent_does_not_keep_the_ranks(parent: Callable[[s
 def test_ctrl_c_at_the_parent_does_not_reach_the_ranks(parent: Callable[[str], Parent]) -> None:
     body = """
     import signal
-    signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
-    asyncio.run(main("wait", 600.0))
+    async def listening():
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, lambda: print("interrupted", flush=True))  # wakes the loop for sure
+        await main("wait", 600.0)
+    asyncio.run(listening())
     """
     one = parent(body)
     os.killpg(one.process.pid, signal.SIGINT)

@@ -272,6 +272,10 @@ def test_half_types_are_summed_in_single_precision(ranks):
     assert ranks.call("all_reduce", [values], torch.bfloat16) == [[float(wanted)]] * ranks.size
 
 
+def test_a_group_is_not_the_default_group_of_its_process(ranks):
+    assert ranks.call("leaves_the_default_group_free") == [True] * ranks.size
+
+
 def test_any_is_true_for_all_ranks_if_it_is_for_one(ranks):
     assert ranks.call("any", [False] * ranks.size) == [False] * ranks.size
     for culprit in range(ranks.size):

@@ -84,9 +84,8 @@ class RankGroup:
         from torch.distributed import ProcessGroupGloo  # noqa: PLC0415
 
         store = self._server or _store(host, port, self._timeout)
-        return TensorParallel(
-            self._size, self._rank, ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
-        )
+        group: Any = ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
+        return TensorParallel(self._size, self._rank, group)
 
     def close(self) -> None:
         """Leave the group without waiting for anyone; idempotent. The others' next exchange fails at once."""

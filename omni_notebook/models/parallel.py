@@ -12,7 +12,7 @@ it wraps parameters in DTensors, which own their local tensor and are filled by 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,8 +20,13 @@ from torch import Tensor, nn
 
 from omni_notebook.errors import ConfigError, PeerLostError
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+
+class Group(Protocol):
+    """What is used of a process group of torch.distributed; its sockets close with the last reference to it."""
+
+    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], /) -> Any:
+        """Start to collect one tensor from every rank; `.wait()` on the answer ends or raises RuntimeError."""
+        ...
 
 
 class TensorParallel:
@@ -30,7 +35,7 @@ class TensorParallel:
     All ranks must make the same calls in the same order, within the group's timeout of one another.
     """
 
-    def __init__(self, size: int = 1, rank: int = 0, group: ProcessGroup | None = None) -> None:
+    def __init__(self, size: int = 1, rank: int = 0, group: Group | None = None) -> None:
         if not 0 <= rank < size:
             msg = f"rank {rank} is none of a tensor-parallel group of {size}"
             raise ConfigError(msg)
@@ -72,20 +77,14 @@ class TensorParallel:
 
     def leave(self) -> None:
         """Leave the group for good; the others' next exchange fails at once instead of waiting. Idempotent."""
-        group, self._group = self._group, None
-        if group is not None:
-            import torch.distributed as dist  # noqa: PLC0415  (one rank by itself never needs it)
-
-            dist.destroy_process_group(group)
+        self._group = None
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         if self._group is None:
             raise PeerLostError(self._gone("this rank is in no group (any more)"))
-        import torch.distributed as dist  # noqa: PLC0415
-
         parts = list(torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device).unbind())
         try:
-            dist.all_gather(parts, tensor.contiguous(), group=self._group)
+            self._group.allgather([parts], [tensor.contiguous()]).wait()
         except RuntimeError as error:
             self.leave()
             raise PeerLostError(self._gone(first_line(error))) from error

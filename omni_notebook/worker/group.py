@@ -80,11 +80,12 @@ class RankGroup:
             raise JoinError(msg) from error
 
     def _meet(self, host: str, port: int) -> TensorParallel:
-        import torch.distributed as dist  # noqa: PLC0415
+        """A group of our own: the default one of the process stays free, and modules of torch keep references to it."""
+        from torch.distributed import ProcessGroupGloo  # noqa: PLC0415
 
         store = self._server or _store(host, port, self._timeout)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=self._timeout)
-        return TensorParallel(self._size, self._rank, dist.group.WORLD)
+        group: Any = ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
+        return TensorParallel(self._size, self._rank, group)
 
     def close(self) -> None:
         """Leave the group without waiting for anyone; idempotent. The others' next exchange fails at once."""

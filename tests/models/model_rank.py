@@ -22,6 +22,10 @@ class ModelRank:
     def join(self, rendezvous):
         self._group.join(rendezvous)
 
+    def leaves_the_default_group_free(self):
+        """Whether torch's own group is unset: modules of torch keep it in default arguments, so it would not close."""
+        return self._group.parallel.size > 1 and not torch.distributed.is_initialized()
+
     def leave(self):
         self._group.close()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import omni_notebook
+import readme_verbs
 from omni_notebook.verbs import registry
 
 ROOT = Path(__file__).parents[1]
@@ -196,8 +197,10 @@ def test_every_dependency_that_we_run_with_is_pinned(extra):
 def test_the_readme_lists_the_verbs_that_there_are():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = re.search(r"<!-- verbs:begin -->\n(.*?)<!-- verbs:end -->", text, re.DOTALL)[1]
-    rows = [f"| `{name}` | {registry.summary(verb)} |" for name, verb in registry.verbs().items()]
-    assert table.splitlines() == ["| verb | what it does |", "| --- | --- |", *rows]
+    assert table == readme_verbs.table()
+    for name, verb in registry.verbs().items():
+        assert f"| `{name}` | {registry.summary(verb)} | " in table
+    assert "| `await engine.wake_up([0])` |" in table
 
 
 # -------------------------------------------------------------------------------------------------- skips

@@ -119,7 +119,7 @@ def test_the_acks_are_a_table_of_two_ranks_that_freed_the_ballast_and_more(noteb
     cell = cells(notebook)["acks = %omni sleep 0 1 --level 2"]
     (table,) = data(cell, "text/plain")
     assert table.count("✓ SUCCESS") == 2
-    freed = [float(value) for value in re.findall(r"level 2 +([\d.]+) MiB", table)]
+    freed = [float(value) for value in re.findall(r"level 2\) +([\d.]+) MiB", table)]
     assert len(freed) == 2
     assert min(freed) > 256
     assert len(data(cell, "text/html")) == len(data(cell, "image/png")) == 1

@@ -108,7 +108,7 @@ class Demo:
         filler = f", {size(ballast)} of ballast in each to make memory visible" if ballast else ""
         self._say("Start", f"two trained stages on the CPU{filler}")
         begin = time.perf_counter()
-        self._do(f"start --ballast {ballast}")
+        self._do(f"start --ballast {ballast}B")
         self._show.print(f"ready in {time.perf_counter() - begin:.1f} s\n", style="dim")
 
     def _generate(self, step: str) -> Generation:

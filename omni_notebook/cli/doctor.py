@@ -63,6 +63,7 @@ def _machine(found: Facts) -> list[Row]:
     memory, spill = found.memory, found.spill
     limit = "a cgroup's limit" if memory.limited_by_cgroup else "all of the machine's"
     room = "no room that can be written" if spill.free_bytes is None else f"{size(spill.free_bytes)} free"
+    copies = "; an awake stage keeps a copy of its weights and ballast there (the demo: 0.5 GiB)"
     return [
         (_NEUTRAL, "omni_notebook", f"{found.version}, Python {found.python}"),
         (_NEUTRAL, "system", f"{found.system}, kernel {found.kernel}"),
@@ -75,7 +76,7 @@ def _machine(found: Facts) -> list[Row]:
         (
             _BAD if spill.free_bytes is None else _GOOD,
             "spill folder",
-            f"{spill.folder}: {room}" + (", and it is memory, not disk" if spill.in_ram else ""),
+            f"{spill.folder}: {room}" + (", and it is memory, not disk" if spill.in_ram else "") + copies,
         ),
         (_NEUTRAL, "huge pages", found.huge_pages or "not told by this kernel"),
     ]
@@ -85,7 +86,8 @@ def _packages(found: Facts) -> list[Row]:
     rows: list[Row] = []
     for name, version in found.packages.items():
         missing = _BAD if name in facts.NEEDED else _NEUTRAL
-        rows.append((missing if version is None else _GOOD, name, version or "not installed"))
+        absent = "not installed" + (" (make lab installs it)" if name == "jupyterlab" else "")
+        rows.append((missing if version is None else _GOOD, name, version or absent))
     if found.probe is not None:
         gpus = f"sees {found.probe.gpus} GPUs" if found.probe.gpus else "sees no GPU"
         rows.insert(1, (_GOOD, "", f"built for {found.probe.built_for}, {gpus}, {found.probe.threads} threads"))

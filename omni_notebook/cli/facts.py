@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ DEMO_NEEDS_BYTES = GIB  # a process with torch, both stages and 2 × 256 MiB of 
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PROBE_S = 120
+_OPTION = re.compile(r"^\w+='\w+'(?:: | is )")  # doctor's rows begin with the name already
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +174,7 @@ def _support(name: str, **option: str) -> Support:
         StageConfig(kind="ar", model=name, **option)  # type: ignore[arg-type]
     except UnsupportedError as error:
         reason = str(error).partition(": ")[2].partition("; nothing was started")[0]
+        reason = _OPTION.sub("", reason)
         return Support(name=name, supported=False, reason=reason)
     return Support(name=name, supported=True, reason="in this release")
 

@@ -11,6 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from omni_notebook import units
+from omni_notebook.protocol import MemoryState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from omni_notebook.protocol import EngineStatus, OmniACK, RankStatus
+    from omni_notebook.protocol import EngineStatus, OmniACK, RankStatus, StageStatus
 
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
+HOLLOW = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ RESIDUAL = Look("still held by the process", ORANGE, "//")
 FAILED = Look("freed, but the rank answered ERROR", RED, "xx")
 RESIDENT = Look("resident", BLUE, "")
 ABSENT = Look("mapped, not resident", GREY, "//")
+ASLEEP = Look("asleep", HOLLOW, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +106,9 @@ def _process_key(ack: OmniACK, place: int) -> tuple[object, ...]:
 
 def main_segment(ack: OmniACK) -> Segment:
     """What the order did: freed bytes of a sleep, mapped bytes of a wake."""
-    if ack.metadata.get("state") == "WARM" and not ack.freed_bytes:
-        return Segment(MAPPED if ack.ok else FAILED, ack.metadata.get("mapped_bytes") or 0)
+    mapped_bytes = ack.metadata.get("mapped_bytes") or 0
+    if mapped_bytes and not ack.freed_bytes:
+        return Segment(MAPPED if ack.ok else FAILED, mapped_bytes)
     return Segment(FREED if ack.ok else FAILED, ack.freed_bytes)
 
 
@@ -131,16 +135,21 @@ def _process_bar(process: Process) -> Bar:
 
 
 def status_bars(status: EngineStatus) -> list[Bar]:
-    """A bar a stage and tag: what is resident of what is mapped, summed over its ranks."""
+    """A bar a stage and tag: what is resident of what is mapped, summed over its ranks; hollow where it sleeps."""
     return [
-        Bar(
-            f"stage {stage.stage_id} · {tag_label(tag)}",
-            (Segment(RESIDENT, resident), Segment(ABSENT, mapped - resident)),
-            f"{units.size(resident)} of {units.size(mapped)}",
-        )
+        _tag_bar(stage, tag, resident, mapped)
         for stage in status.stages
         for tag, (resident, mapped) in tag_sums(stage.ranks).items()
     ]
+
+
+def _tag_bar(stage: StageStatus, tag: str, resident: int, mapped: int) -> Bar:
+    asleep = stage.state == MemoryState.ASLEEP
+    return Bar(
+        f"stage {stage.stage_id} · {tag_label(tag)}",
+        (Segment(RESIDENT, resident), Segment(ASLEEP if asleep else ABSENT, mapped - resident)),
+        f"{units.size(resident)} of {units.size(mapped)}" + (" · asleep" if asleep else ""),
+    )
 
 
 def tag_sums(ranks: Sequence[RankStatus]) -> dict[str, tuple[int, int]]:
@@ -200,11 +209,15 @@ def _rects(bar: Bar, x: float, y: float, factor: float, height: int) -> str:
     for segment in bar.segments:
         wide = segment.n_bytes * factor
         parts.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{height}" fill="{segment.look.colour}"/>'
+            f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{height}" {_fill(segment.look)}/>'
             + _hatching(segment.look, x, y, wide, height)
         )
         x += wide
     return "".join(parts)
+
+
+def _fill(look: Look) -> str:
+    return f'fill="{look.colour}"' + (' stroke="currentColor"' if look.colour == HOLLOW else "")
 
 
 def _hatching(look: Look, x: float, y: float, width: float, height: int) -> str:
@@ -236,7 +249,7 @@ def _legend(bars: Sequence[Bar], y: int) -> str:
     parts, x = [], 4
     for look in looks_of(bars):
         parts.append(
-            f'<rect x="{x}" y="{y}" width="14" height="10" fill="{look.colour}"/>{_hatching(look, x, y, 14, 10)}'
+            f'<rect x="{x}" y="{y}" width="14" height="10" {_fill(look)}/>{_hatching(look, x, y, 14, 10)}'
             f'<text x="{x + 19}" y="{y + 9}">{escape(look.word)}</text>'
         )
         x += 34 + 7 * len(look.word)
@@ -246,7 +259,7 @@ def _legend(bars: Sequence[Bar], y: int) -> str:
 def looks_of(bars: Sequence[Bar]) -> list[Look]:
     """The looks that occur with at least one byte, always in the same order."""
     seen = {segment.look for bar in bars for segment in bar.segments if segment.n_bytes}
-    return [look for look in (FREED, FAILED, MAPPED, RESIDUAL, RESIDENT, ABSENT) if look in seen]
+    return [look for look in (FREED, FAILED, MAPPED, RESIDUAL, RESIDENT, ABSENT, ASLEEP) if look in seen]
 
 
 def _spoken(bar: Bar) -> str:
@@ -283,6 +296,8 @@ def _figure(bars: Sequence[Bar], title: str) -> Figure:
     axes.set_xlabel(name)
     axes.set_title(title, fontsize=11, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
+    if not bars:
+        axes.text(0.5, 0.5, "no ACKs", transform=axes.transAxes, ha="center", va="center")
     _figure_legend(figure, looks_of(bars))
     return figure
 

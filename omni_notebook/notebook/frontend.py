@@ -1,4 +1,4 @@
-"""The notebook as a front end: progress bars, variables, tables, and waits that Ctrl-C ends.
+"""The notebook as a front end: a line of progress, variables, tables, and waits that Ctrl-C ends.
 
 Everything runs on the thread that runs the cell; engine threads are polled, they never print.
 """
@@ -6,6 +6,7 @@ Everything runs on the thread that runs the cell; engine threads are polled, the
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ _T = TypeVar("_T")
 
 SHOW_AFTER_S = 1.0
 _UPDATE_S = 0.2
-_BAR_FORMAT = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}"
 
 
 class NotebookFrontend(PlainFrontend):
@@ -40,75 +40,65 @@ class NotebookFrontend(PlainFrontend):
         self._shell = shell
 
     def wait(self, future: Future[_T], gauge: Callable[[], Progress] | None, tick: Callable[[], None] | None) -> _T:
-        """Wait with a progress bar after `SHOW_AFTER_S`."""
-        bar = ProgressBar(gauge)
+        """Wait, with a line of progress after `SHOW_AFTER_S`."""
+        line = StatusLine(gauge, rich=hasattr(self._shell, "kernel"))
 
         def step() -> None:
             if tick is not None:
                 tick()
-            bar.update()
+            line.update()
 
         with interruptible():
             try:
                 return poll(future, step)
             finally:
-                bar.close()
+                line.close()
 
-    def dress(self, acks: Sequence[OmniACK]) -> list[OmniACK]:
+    def dress(self, acks: Sequence[OmniACK], order: str, states: dict[int, str]) -> list[OmniACK]:
         """A list that shows as a table."""
-        return AckList(acks)
+        return AckList(acks, order, states)
 
     def store(self, name: str, value: object) -> None:
         """Into the user's namespace."""
         self._shell.user_ns[name] = value
 
 
-class ProgressBar:
-    """A tqdm bar that appears only when something takes more than a second."""
+class StatusLine:
+    """A line that says how far something is; it appears after a second and is gone at the end."""
 
-    def __init__(self, gauge: Callable[[], Progress] | None) -> None:
+    def __init__(self, gauge: Callable[[], Progress] | None, *, rich: bool) -> None:
         self._gauge = gauge
-        self._next = time.monotonic() + SHOW_AFTER_S
-        self._bar: Any = None
+        self._begin = time.monotonic()
+        self._next = self._begin + SHOW_AFTER_S
+        self._rich = rich
         self._shown: Any = None
+        self._width = 0
 
     def update(self) -> None:
         """Show the latest progress, at most five times a second."""
-        if self._gauge is None or time.monotonic() < self._next:
+        now = time.monotonic()
+        if self._gauge is None or now < self._next:
             return
-        self._next = time.monotonic() + _UPDATE_S
+        self._next = now + _UPDATE_S
         progress = self._gauge()
-        if self._bar is None:
-            self._open(progress.label)
-        self._bar.set_description_str(progress.label, refresh=False)
-        self._bar.n = round(100 * (progress.fraction or 0.0))
-        self._bar.refresh()
+        share = f" · {progress.fraction:.0%}" if progress.fraction else ""
+        self._show(f"{progress.label}{share} · {now - self._begin:.0f} s")
 
     def close(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        if self._shown is not None:
-            self._shown.update({"text/plain": ""}, raw=True)  # a saved notebook keeps no dead widget
-            self._shown = None
+        """Take the line away; a saved notebook keeps nothing of it."""
+        if self._width or self._shown is not None:
+            self._show("")
+        self._shown = None
 
-    def _open(self, label: str) -> None:
-        self._bar = _new_bar(label)
-        if hasattr(self._bar, "container"):
-            self._shown = display(self._bar.container, display_id=True)  # type: ignore[no-untyped-call]
-
-
-def _new_bar(label: str) -> Any:
-    from tqdm.auto import tqdm  # noqa: PLC0415  (loaded when used)
-    from tqdm.notebook import tqdm_notebook  # noqa: PLC0415
-
-    # A subclass without the monitor: tqdm's own thread would draw from a thread.
-    quiet = type("Bar", (tqdm,), {"monitor_interval": 0})
-    look: dict[str, Any] = {"desc": label, "total": 100, "leave": False, "bar_format": _BAR_FORMAT}
-    if issubclass(tqdm, tqdm_notebook):
-        look["display"] = False  # the caller displays it, so that it can be taken away
-    return quiet(**look)
+    def _show(self, text: str) -> None:
+        if not self._rich:
+            sys.stderr.write(f"\r{text.ljust(self._width)}" if text else f"\r{' ' * self._width}\r")
+            sys.stderr.flush()
+            self._width = len(text)
+        elif self._shown is None:
+            self._shown = display({"text/plain": text}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._shown.update({"text/plain": text}, raw=True)
 
 
 @contextmanager

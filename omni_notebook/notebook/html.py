@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _LINE = "1px solid rgba(128,128,128,.45)"
 _CELL = "padding:3px 6px;text-align:left;vertical-align:top;white-space:pre-line"
 _FIXED = "white-space:nowrap"
-_SPACES = {"note": "", "memory: resident / mapped": "white-space:pre"}
+_SPACES = {"note": "", tables.MEMORY: "white-space:pre"}
 
 
 def as_html(table: Table) -> str:

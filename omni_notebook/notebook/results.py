@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,11 @@ from omni_notebook.notebook import charts, html, tables
 from omni_notebook.protocol import OmniACK
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from matplotlib.figure import Figure
 
+    from omni_notebook.notebook.tables import Table
     from omni_notebook.protocol import EngineStatus
     from omni_notebook.verbs.generating import Generation
 
@@ -19,27 +23,45 @@ _GAP_PIXELS = 8
 
 
 class AckList(list[OmniACK]):
-    """A list of ACKs that a cell shows as a table with a bar a rank."""
+    """A list of ACKs that a cell shows as a table with a bar a rank.
+
+    Attributes:
+        order: "sleep" or "wake", what they answered; None = as they tell.
+        states: `{stage_id: state}` right after the order.
+    """
+
+    def __init__(
+        self, acks: Iterable[OmniACK] = (), order: str | None = None, states: dict[int, str] | None = None
+    ) -> None:
+        super().__init__(acks)
+        self.order = order
+        self.states = states or {}
+
+    def _table(self) -> Table:
+        return tables.ack_table(self, self.order, self.states)
 
     def __repr__(self) -> str:
         """The table in text."""
-        return tables.as_text(tables.ack_table(self))
+        return tables.as_text(self._table())
 
     def _repr_mimebundle_(self, **_kwargs: object) -> dict[str, Any]:
         """Text, HTML and a still picture."""
-        table = tables.ack_table(self)
+        table = self._table()
         bundle: dict[str, Any] = {"text/plain": tables.as_text(table), "text/html": html.as_html(table)}
-        if self:
-            bundle["image/png"] = figure_png(charts.plot_reclaimed(self))
-        return bundle
+        return _with_picture(bundle, lambda: charts.plot_reclaimed(self)) if self else bundle
 
 
 def status_bundle(status: EngineStatus) -> dict[str, Any]:
     """A status as text, HTML and a still picture."""
     table = tables.status_table(status)
     bundle: dict[str, Any] = {"text/plain": tables.as_text(table), "text/html": html.as_html(table)}
-    if charts.status_bars(status):
-        bundle["image/png"] = figure_png(charts.plot_resident(status))
+    return _with_picture(bundle, lambda: charts.plot_resident(status)) if charts.status_bars(status) else bundle
+
+
+def _with_picture(bundle: dict[str, Any], make: Callable[[], Figure]) -> dict[str, Any]:
+    """The bundle with a still picture; Ctrl-C while it is drawn costs the picture, not the table."""
+    with contextlib.suppress(KeyboardInterrupt):
+        bundle["image/png"] = figure_png(make())
     return bundle
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.protocol import EngineStatus, OmniACK, StageStatus
 
+MEMORY = "memory: resident / of"
 ACK_COLUMNS = (
     "stage",
     "rank",
@@ -36,14 +37,15 @@ STATUS_COLUMNS = (
     "kind",
     "state",
     "pause",
-    "weights",
+    "weights id",
     "requests",
-    "memory: resident / mapped",
+    MEMORY,
     "host backup",
     "note",
 )
 BAR = "bar"
 _SILENT = frozenset({"", units.NONE, f"{units.NONE} / {units.NONE}"})
+_OF_A_SLEEP = frozenset({"freed", "expected / observed", "host backup"})  # after a wake the copy is still being written
 _BAR_CELLS = 12
 _INKS = {charts.FREED: "█", charts.MAPPED: "▓", charts.FAILED: "x", charts.RESIDUAL: "░"}
 
@@ -75,34 +77,54 @@ class Table:
 # --------------------------------------------------------------------------------------------- ACKs
 
 
-def ack_table(acks: Sequence[OmniACK]) -> Table:
-    """A row a rank; a process that several ranks share is explained below and counted once."""
+def ack_table(acks: Sequence[OmniACK], order: str | None = None, states: dict[int, str] | None = None) -> Table:
+    """A row a rank; a process that several ranks share is explained below and counted once.
+
+    `order` is "sleep" or "wake", None where only the ACKs tell; `states` are the stages' states after it.
+    """
+    woken = order == "wake" if order else bool(acks) and all(_is_wake(ack) for ack in acks)
     shared = {place for process in charts.processes(acks) if len(process.ranks) > 1 for place in process.ranks}
     rows = tuple(
-        Row(_ack_cells(ack, shared), charts.Bar(units.place(ack), (charts.main_segment(ack),)), ack.ok) for ack in acks
+        Row(
+            _ack_cells(ack, shared, (states or {}).get(ack.stage_id) or _ack_state(ack)),
+            charts.Bar(units.place(ack), (charts.main_segment(ack),)),
+            ack.ok,
+        )
+        for ack in acks
     )
-    return _without_silent(Table(_ack_title(acks), ACK_COLUMNS, rows, tuple(_shared_notes(acks))))
+    table = Table(_ack_title(acks, woken=woken), ACK_COLUMNS, rows, tuple(_shared_notes(acks)))
+    return _without_silent(table, _OF_A_SLEEP if woken else frozenset())
 
 
-def _without_silent(table: Table) -> Table:
+def _is_wake(ack: OmniACK) -> bool:
+    return ack.metadata.get("state") == "WARM" and not ack.freed_bytes
+
+
+def _without_silent(table: Table, left_out: frozenset[str] = frozenset()) -> Table:
     """The table without columns in which no row says anything, and without replicas where there is one of each."""
     said = [
-        column == BAR or bool({row.cells[i] for row in table.rows} - _SILENT) for i, column in enumerate(table.columns)
+        column == BAR or (bool({row.cells[i] for row in table.rows} - _silent(column)) and column not in left_out)
+        for i, column in enumerate(table.columns)
     ]
-    replica = table.columns.index("replica")
-    said[replica] = any(row.cells[replica] != "0" for row in table.rows)
     rows = [replace(row, cells=tuple(compress(row.cells, said))) for row in table.rows]
     return replace(table, columns=tuple(compress(table.columns, said)), rows=tuple(rows))
 
 
-def _ack_title(acks: Sequence[OmniACK]) -> str:
+def _silent(column: str) -> frozenset[str]:
+    """What says nothing in a column."""
+    return _SILENT | {"0"} if column == "replica" else _SILENT
+
+
+def _ack_title(acks: Sequence[OmniACK], *, woken: bool) -> str:
     if not acks:
         return "no acknowledgements"
+    if all(ack.ok and ack.metadata.get("noop") for ack in acks):
+        return f"nothing to do: already {'awake' if woken else 'asleep'}"
     failed = sum(not ack.ok for ack in acks)
     ranks = f"{len(acks)} rank{'s' if len(acks) > 1 else ''}"
     parts = [f"{ranks} answered" + (f", {failed} with ERROR" if failed else "")]
     freed, mapped = sum(ack.freed_bytes for ack in acks), sum(map(_mapped, acks))
-    if freed or not mapped:
+    if freed or not (mapped or woken):
         parts.append(f"freed {units.size(freed)}")
     if mapped:
         parts.append(f"mapped {units.size(mapped)}")
@@ -122,14 +144,14 @@ def _shared_notes(acks: Sequence[OmniACK]) -> list[str]:
     ]
 
 
-def _ack_cells(ack: OmniACK, shared: set[str]) -> tuple[str, ...]:
+def _ack_cells(ack: OmniACK, shared: set[str], state: str) -> tuple[str, ...]:
     facts = ack.metadata
     return (
         str(ack.stage_id),
         str(ack.rank),
         str(facts.get("replica") or 0),
         ("✓ " if ack.ok else "✗ ") + ack.status,
-        _ack_state(ack),
+        state,
         units.size(ack.freed_bytes) if ack.freed_bytes or not _mapped(ack) else units.NONE,
         units.size(_mapped(ack) or None),
         "",
@@ -142,9 +164,11 @@ def _ack_cells(ack: OmniACK, shared: set[str]) -> tuple[str, ...]:
 
 
 def _ack_state(ack: OmniACK) -> str:
+    """What the ACK alone tells, for a list that no verb made."""
     state, level = ack.metadata.get("state"), ack.metadata.get("level")
-    words = [str(state)] if state else []
-    return ", ".join(words + ([f"level {level}"] if level and state == "COLD" else [])) or units.NONE
+    if state == "COLD" and level:
+        return f"ASLEEP (level {level})"
+    return "AWAKE" if state == "WARM" and ack.ok else units.NONE
 
 
 def _mapped(ack: OmniACK) -> int:
@@ -153,15 +177,17 @@ def _mapped(ack: OmniACK) -> int:
 
 def _ack_note(ack: OmniACK) -> str:
     facts = ack.metadata
+    loaded = (facts.get("phases_ms") or {}).get("reload") is not None and not _mapped(ack)
     parts = [
         facts.get("error_code"),
         ack.error_msg,
         "no-op: it was so already" if facts.get("noop") else None,
+        "weights loaded" if loaded and ack.ok else None,
         f"host freed {units.size(facts['host_freed_bytes'])}" if facts.get("host_freed_bytes") else None,
         "NOT recoverable" if facts.get("recoverable") is False else None,
         facts.get("note"),
     ]
-    return "; ".join(str(part) for part in parts if part)
+    return hints.in_verbs("; ".join(str(part) for part in parts if part))
 
 
 # ------------------------------------------------------------------------------------------- status
@@ -174,8 +200,9 @@ def status_table(status: EngineStatus) -> Table:
     else:
         gate = "closed" if status.paused else "open"
         title = f"{status.model} · admission {gate} · up {status.uptime_s:.0f} s"
-    notes = ("requests: running / queued / in transit / at the gate", *_calls(status))
-    return Table(title, STATUS_COLUMNS, tuple(_stage_row(stage) for stage in status.stages), notes)
+    notes = ("requests: running / queued / in transit / at the gate", *([] if status.closed else _calls(status)))
+    rows = tuple(_stage_row(stage, closed=status.closed) for stage in status.stages)
+    return _without_silent(Table(title, STATUS_COLUMNS, rows, notes))
 
 
 def _calls(status: EngineStatus) -> list[str]:
@@ -183,15 +210,15 @@ def _calls(status: EngineStatus) -> list[str]:
     return [f"stage {stage.stage_id}: {call}" for stage, call in calls if call]
 
 
-def _stage_row(stage: StageStatus) -> Row:
+def _stage_row(stage: StageStatus, *, closed: bool) -> Row:
     pause = str(stage.pause_state) + (f" ({stage.pause_mode})" if stage.pause_mode else "")
-    alive = all(rank.alive for rank in stage.ranks)
+    alive = closed or all(rank.alive for rank in stage.ranks)
     cells = (
         str(stage.stage_id),
         stage.name,
         f"{stage.kind} · {stage.runtime}",
-        hints.memory_words(stage),
-        pause,
+        "STOPPED" if closed else hints.memory_words(stage),
+        units.NONE if closed else pause,
         stage.weight_version or units.NONE,
         f"{stage.running} / {stage.queued} / {stage.in_transit} / {stage.waiting_at_gate}",
         _memory(stage),
@@ -214,7 +241,7 @@ def _stage_note(stage: StageStatus, *, alive: bool) -> str:
         None if alive else "a worker is dead",
         f"{len(stage.ranks)} ranks" if len(stage.ranks) > 1 else None,
         None if stage.recoverable else "weights can NOT be reloaded",
-        f"last error: {stage.last_error}" if stage.last_error else None,
+        f"last error: {hints.in_verbs(stage.last_error)}" if stage.last_error else None,
     ]
     return "; ".join(part for part in parts if part)
 

@@ -23,7 +23,7 @@ class Engine(Protocol):
         mode: str | None = None,
         timeout: float | None = None,
         *,
-        discard: bool = True,
+        discard: bool = False,
         raise_on_error: bool = True,
     ) -> list[OmniACK]:
         """Put stages to sleep."""

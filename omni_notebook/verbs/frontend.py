@@ -35,8 +35,8 @@ class Frontend(Protocol):
     def wait(self, future: Future[_T], gauge: Callable[[], Progress] | None, tick: Callable[[], None] | None) -> _T:
         """The future's result; KeyboardInterrupt comes through. Calls `tick` often, `gauge` to show progress."""
 
-    def dress(self, acks: Sequence[OmniACK]) -> list[OmniACK]:
-        """The same ACKs as a list that this front end shows well."""
+    def dress(self, acks: Sequence[OmniACK], order: str, states: dict[int, str]) -> list[OmniACK]:
+        """The same ACKs as a list that this front end shows well; `states` are the stages' after the order."""
 
     def store(self, name: str, value: object) -> None:
         """Keep `value` for the user under `name`."""
@@ -58,8 +58,9 @@ class PlainFrontend:
         del gauge
         return poll(future, tick or _nothing)
 
-    def dress(self, acks: Sequence[OmniACK]) -> list[OmniACK]:
+    def dress(self, acks: Sequence[OmniACK], order: str, states: dict[int, str]) -> list[OmniACK]:
         """A plain list."""
+        del order, states
         return list(acks)
 
     def store(self, name: str, value: object) -> None:

@@ -9,8 +9,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import ArgumentError
+from omni_notebook.errors import ArgumentError, AsleepError, NeedsWeightsError, OmniError, PausedError, StageFailedError
 from omni_notebook.protocol import RequestState
+from omni_notebook.verbs import hints
+from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.parsing import REQUEST, VerbParser, add_out
 from omni_notebook.verbs.registry import verb
 
@@ -19,8 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from omni_notebook.protocol import OmniRequestOutput
+    from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.frontend import Frontend
     from omni_notebook.verbs.session import Session
+
+
+_CLOSED = (AsleepError, PausedError, NeedsWeightsError, StageFailedError)
 
 
 @dataclass(kw_only=True)
@@ -67,12 +73,13 @@ class Generation:
 class _Stream:
     """Outputs on their way from the engine's loop to the waiting thread, which writes new text as it comes."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, label: str = "") -> None:
         self.outputs: deque[OmniRequestOutput] = deque()
         self.text = ""
         self.last: OmniRequestOutput | None = None
         self.images: list[Any] = []
         self._frontend = frontend
+        self._label = label
 
     async def fill(self, source: AsyncIterator[OmniRequestOutput]) -> None:
         """Runs on the engine's loop; closes the source also when it is cancelled."""
@@ -92,7 +99,8 @@ class _Stream:
             self.images = output.images or self.images
             text = output.text or text
         if text != self.text:
-            self._frontend.write(text[len(self.text) :] if text.startswith(self.text) else f"\n{text}")
+            label = "" if self.text else self._label
+            self._frontend.write(label + (text[len(self.text) :] if text.startswith(self.text) else f"\n{text}"))
             self.text = text
 
     def end_line(self) -> None:
@@ -106,12 +114,14 @@ class Generate:
     """Generate from a prompt: the text streams, images show with seed, steps and time.
 
     The prompt is the cell (%%omni generate) or the rest of the line. A gate that is closed refuses at once.
+    Where a diffusion stage follows, the text is its plan and is shown as such.
     Example: %omni generate a red star above a blue circle --seed 42
     """
 
     name = "generate"
     takes_cell = True
     quotes = '"'
+    python = "async for out in engine.generate(prompt)"
 
     def prepare_parser(self, parser: VerbParser) -> None:
         """The prompt and how to sample."""
@@ -127,18 +137,19 @@ class Generate:
     def run(self, session: Session, args: argparse.Namespace) -> Generation:
         """The text and the images."""
         prompt = _prompt(args)
-        stream = _Stream(session.frontend)
+        draws = not args.text_only and any(stage.kind == "diffusion" for stage in session.engine.status().stages)
+        stream = _Stream(session.frontend, "plan: " if draws else "")
         request_id = f"nb-{uuid.uuid4().hex[:8]}"
-        source = session.engine.generate(
-            prompt,
-            request_id,
-            _sampling(args),
-            output_modalities=["text"] if args.text_only else None,
-            admission_timeout=0.0,
-        )
         begin = time.perf_counter()
         try:
-            session.call(stream.fill(source), tick=stream.drain)
+            session.call(lambda engine: stream.fill(_source(engine, prompt, request_id, args)), tick=stream.drain)
+        except InterruptedVerb as interrupt:
+            raise InterruptedVerb(
+                str(interrupt).replace("interrupted;", "interrupted: the request was aborted;")
+            ) from None
+        except OmniError as error:
+            _explain(error, session, args)
+            raise
         finally:
             stream.end_line()
         made = _generation(prompt, request_id, stream)
@@ -158,6 +169,21 @@ def _prompt(args: argparse.Namespace) -> str:
         msg = "omni generate: the prompt is empty; write it in the cell, or after %omni generate; nothing was started"
         raise ArgumentError(msg)
     return line or cell
+
+
+def _source(engine: Engine, prompt: str, request_id: str, args: argparse.Namespace) -> AsyncIterator[OmniRequestOutput]:
+    modalities = ["text"] if args.text_only else None
+    return engine.generate(prompt, request_id, _sampling(args), output_modalities=modalities, admission_timeout=0.0)
+
+
+def _explain(error: OmniError, session: Session, args: argparse.Namespace) -> None:
+    """Name everything that kept the prompt out, not only the first gate; and the flag that a cut plan needs."""
+    if isinstance(error, _CLOSED):
+        gates = hints.closed_gates(session.engine.status(), text_only=args.text_only)
+        if gates is not None:
+            error.args = (f"{gates}; nothing was started",)
+    elif args.max_tokens is not None and "is not a scene plan" in str(error):
+        error.args = (f"{error}; --max-tokens {args.max_tokens} may have cut the plan: raise it, or leave it out",)
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -190,10 +216,12 @@ def _generation(prompt: str, request_id: str, stream: _Stream) -> Generation:
 class Abort:
     """End a request; its consumer gets what there is, marked as aborted.
 
+    A prompt of %omni generate is ended by Ctrl-C; this is for requests that Python started with a request_id.
     Example: %omni abort nb-1a2b3c4d
     """
 
     name = "abort"
+    python = "await engine.abort(request_id)"
 
     def prepare_parser(self, parser: VerbParser) -> None:
         """One request."""
@@ -201,6 +229,6 @@ class Abort:
 
     def run(self, session: Session, args: argparse.Namespace) -> None:
         """Abort, and say so."""
-        ended = session.call(session.engine.abort(args.request_id))
+        ended = session.call(lambda engine: engine.abort(args.request_id))
         what = "was aborted" if ended else "is not in progress: nothing was aborted"
         session.frontend.write(f"request {args.request_id} {what}\n")

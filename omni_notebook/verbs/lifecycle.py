@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from omni_notebook import config
+from omni_notebook import config, units
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs import hints
-from omni_notebook.verbs.gauges import StartGauge
+from omni_notebook.verbs.gauges import StartGauge, resident_bytes
+from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.look import NOTHING_RUNS
-from omni_notebook.verbs.parsing import STAGE, VerbParser, seconds, size, stage
+from omni_notebook.verbs.parsing import STAGE, VerbParser, seconds, size, stages
 from omni_notebook.verbs.registry import verb
-from omni_notebook.verbs.session import CANCEL_GRACE_S, InterruptedVerb, Session
+from omni_notebook.verbs.session import CANCEL_GRACE_S, Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_notebook.protocol import EngineStatus
     from omni_notebook.verbs.engine_api import Engine
 
+_T = TypeVar("_T")
 _UNSET = argparse.SUPPRESS
+_RUNTIME_HELP = "what runs the model (vllm and diffusers: not in this release)"
+_STEPS_HELP = "diffusion: step by step (not in this release)"
 
 
 @verb
@@ -30,10 +36,13 @@ class Start:
     """Start an engine and return it.
 
     MODEL is demo (default), a pipeline file or a model folder. Options reach every stage.
+    While a stage is awake, the copy that level 1 wakes from is kept ready in --spill-dir: as much disk as weights and
+    ballast. A level-2 sleep removes it, a wake writes it again; --backup checkpoint needs none for weights.
     Example: engine = %omni start --ballast 256MiB
     """
 
     name = "start"
+    python = "engine = AsyncOmni('demo')"
 
     def prepare_parser(self, parser: VerbParser) -> None:
         """The model, and every option of a stage that a notebook sets."""
@@ -46,31 +55,30 @@ class Start:
         """The new engine, ready."""
         overrides = {key: value for key, value in vars(args).items() if key not in {"model", "replace", "cell"}}
         config.load_pipeline(args.model, overrides=overrides)  # a mistake must not cost the engine that runs
-        self._make_room(session, replace=args.replace)
-        gauge = StartGauge()
-        future = _in_thread(lambda: _build(args.model, overrides, gauge))
+        replaced = self._make_room(session, replace=args.replace)
+        gauge, future = StartGauge(), None
         try:
+            with interrupts_held():
+                future = _in_thread(lambda: _build(args.model, overrides, gauge))
             session.use(session.frontend.wait(future, gauge, None))
         except KeyboardInterrupt:
             gauge.cancelled = True
-            future.add_done_callback(_give_back)
-            concurrent.futures.wait([future], timeout=CANCEL_GRACE_S)
-            msg = f"interrupted: the start {_undone(future)}, no engine is running; %omni start starts again"
-            raise InterruptedVerb(msg) from None
+            raise InterruptedVerb(_undo(future, replaced=replaced)) from None
         return session.engine
 
-    def _make_room(self, session: Session, *, replace: bool) -> None:
+    def _make_room(self, session: Session, *, replace: bool) -> bool:
+        """Whether an engine was stopped for this one."""
         running = session.running
         if running is None:
-            return
+            return False
         if not replace:
             msg = (
                 f"an engine ({running.status().model}) is already running; %omni start … --replace stops it first, "
                 "%omni stop stops it; nothing was changed"
             )
             raise ArgumentError(msg)
-        running.shutdown()
-        session.use(None)
+        _shut_down(session, running)
+        return True
 
 
 def _add_memory(parser: VerbParser) -> None:
@@ -88,9 +96,9 @@ def _add_memory(parser: VerbParser) -> None:
         "--backup",
         choices=get_args(config.BackupKind),
         default=_UNSET,
-        help="level 1's host copy: spill (default) is our own file, checkpoint costs no space but trusts the file",
+        help="level 1's copy: spill (default) is our own file, checkpoint takes no disk but trusts the model's file",
     )
-    group.add_argument("--spill-dir", default=_UNSET, metavar="DIR", help="where spill files live")
+    group.add_argument("--spill-dir", default=_UNSET, metavar="DIR", help="where the spill files of level 1 live")
     group.add_argument(
         "--gpu-memory-utilization", type=float, default=_UNSET, metavar="X", help="share of the device, (0, 1]"
     )
@@ -119,12 +127,17 @@ def _add_placement(parser: VerbParser) -> None:
         metavar="N",
         help="copies a stage",
     )
-    group.add_argument("--executor", choices=get_args(config.ExecutorName), default=_UNSET, help="where ranks run")
-    group.add_argument("--runtime", choices=config.runtimes(), default=_UNSET, help="what runs the model")
+    group.add_argument(
+        "--executor",
+        choices=get_args(config.ExecutorName),
+        default=_UNSET,
+        help="where ranks run (ray: not in this release)",
+    )
+    group.add_argument("--runtime", choices=config.runtimes(), default=_UNSET, help=_RUNTIME_HELP)
     group.add_argument("--device", default=_UNSET, metavar="DEVICE", help="auto, cpu, cuda:0")
     group.add_argument("--devices", nargs="+", default=_UNSET, metavar="DEVICE", help="one device a rank")
     group.add_argument("--dtype", choices=get_args(config.DType), default=_UNSET, help="of weights and activations")
-    group.add_argument("--step-execution", action="store_true", default=_UNSET, help="diffusion: step by step")
+    group.add_argument("--step-execution", action="store_true", default=_UNSET, help=_STEPS_HELP)
     group.add_argument(
         "--trust-remote-code", action="store_true", default=_UNSET, help="run code that comes with a model"
     )
@@ -137,13 +150,13 @@ def _build(model: str, overrides: dict[str, Any], gauge: StartGauge) -> Engine:
     return engine
 
 
-def _in_thread(build: Callable[[], Engine]) -> Future[Engine]:
-    """Build in a daemon thread, so that the caller can show progress and be interrupted."""
-    future: Future[Engine] = Future()
+def _in_thread(work: Callable[[], _T]) -> Future[_T]:
+    """Work in a daemon thread, so that the caller can show progress and be interrupted."""
+    future: Future[_T] = Future()
 
     def target() -> None:
         try:
-            future.set_result(build())
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
             future.set_exception(error)
 
@@ -151,8 +164,14 @@ def _in_thread(build: Callable[[], Engine]) -> Future[Engine]:
     return future
 
 
-def _undone(future: Future[Engine]) -> str:
-    return "was undone" if future.done() else "is still being undone"
+def _undo(future: Future[Engine] | None, *, replaced: bool) -> str:
+    """Give back what a start made or will have made; what to tell whoever interrupted it."""
+    if future is not None:
+        future.add_done_callback(_give_back)
+        concurrent.futures.wait([future], timeout=CANCEL_GRACE_S)
+    undone = "was undone" if future is None or future.done() else "is still being undone"
+    before = ", the engine before it is stopped" if replaced else ""
+    return f"interrupted: the start {undone}{before}, no engine is running; %omni start starts again"
 
 
 def _give_back(future: Future[Engine]) -> None:
@@ -164,10 +183,12 @@ def _give_back(future: Future[Engine]) -> None:
 class Stop:
     """Stop the engine: workers end, all memory goes back.
 
-    Stopping when nothing runs is no mistake.
+    Requests that are there are aborted. Stopping when nothing runs is no mistake. Python keeps torch's libraries until
+    the kernel ends.
     """
 
     name = "stop"
+    python = "engine.shutdown()"
 
     def prepare_parser(self, parser: VerbParser) -> None:
         """Nothing to add."""
@@ -179,9 +200,39 @@ class Stop:
         if running is None:
             session.frontend.write(NOTHING_RUNS)
             return
-        running.shutdown()
+        before = running.status()
+        _shut_down(session, running)
+        session.frontend.write(f"the engine was stopped: {_given_back(before)}; %omni start starts a new one\n")
+
+
+def _shut_down(session: Session, engine: Engine) -> None:
+    """Stop an engine; an interrupt does not stop the stopping.
+
+    Raises:
+        InterruptedVerb: Ctrl-C.
+    """
+    future = None
+    try:
+        with interrupts_held():
+            future = _in_thread(engine.shutdown)
+        session.frontend.wait(future, None, None)
+    except KeyboardInterrupt:
+        with contextlib.suppress(TimeoutError):
+            (future or _in_thread(engine.shutdown)).result(CANCEL_GRACE_S)
+        ended = "is stopped" if engine.status().closed else "is still being stopped"
+        msg = f"interrupted too late: the engine {ended}; no engine is running; %omni start starts one"
+        raise InterruptedVerb(msg) from None
+    finally:
         session.use(None)
-        session.frontend.write("the engine was stopped; %omni start starts a new one\n")
+
+
+def _given_back(before: EngineStatus) -> str:
+    """What the stages had when they were stopped."""
+    held = units.size(resident_bytes(before.stages))
+    waiting = max((stage.waiting_at_gate for stage in before.stages), default=0)
+    requests = waiting + sum(stage.running + stage.queued for stage in before.stages)
+    aborted = f"{requests} request{'s were' if requests > 1 else ' was'} aborted, " if requests else ""
+    return f"{aborted}{held} of stage memory given back"
 
 
 @verb
@@ -192,13 +243,17 @@ class Restart:
     """
 
     name = "restart"
+    python = "await engine.restart(1)"
 
     def prepare_parser(self, parser: VerbParser) -> None:
         """One stage."""
-        parser.add_argument("stage", type=stage, metavar=STAGE, help="id of the stage to restart")
+        parser.add_argument("stage", type=stages, metavar=STAGE, help="id or name of the stage to restart")
 
     def run(self, session: Session, args: argparse.Namespace) -> None:
         """Restart, and say what state the stage is in."""
-        engine = session.engine
-        session.call(engine.restart(args.stage), stages=[args.stage])
-        session.frontend.write(f"{hints.describe(hints.pick(engine.status(), [args.stage]))}\n")
+        picked = session.stage_ids([args.stage])
+        if picked is None or len(picked) != 1:
+            msg = "omni restart takes one stage; nothing was changed"
+            raise ArgumentError(msg)
+        session.call(lambda engine: engine.restart(picked[0]), stages=picked)
+        session.frontend.write(f"{hints.describe(hints.pick(session.engine.status(), picked))}\n")

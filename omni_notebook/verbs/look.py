@@ -24,6 +24,7 @@ class Status:
     """
 
     name = "status"
+    python = "engine.status()"
 
     def prepare_parser(self, parser: VerbParser) -> None:
         """A variable for the snapshot."""
@@ -60,9 +61,9 @@ class Help:
 
 @verb
 class Traceback:
-    """Show the full traceback of the last error, worker's side included.
+    """Show the full traceback of the last error or interrupt, worker's side included.
 
-    Errors are one line; this is the rest.
+    Errors are one line; this is the rest. The first line says which %omni line it belongs to.
     """
 
     name = "traceback"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from omni_notebook.config import parse_size
 from omni_notebook.errors import ArgumentError, ConfigError
+from omni_notebook.protocol import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,13 +72,26 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+def without_comment(line: str, quotes: str = "\"'") -> str:
+    """The line up to a word that starts with `#` outside of quotes, as in a shell."""
+    quote = None
+    for place, character in enumerate(line):
+        if quote is not None:
+            quote = None if character == quote else quote
+        elif character in quotes:
+            quote = character
+        elif character == "#" and (place == 0 or line[place - 1].isspace()):
+            return line[:place]
+    return line
+
+
 def split_line(line: str, quotes: str = "\"'") -> list[str]:
-    """Words of a magic's line; `quotes` are the characters that hold words together.
+    """Words of a magic's line up to a `#` comment; `quotes` are the characters that hold words together.
 
     Raises:
         ArgumentError: a quote that is not closed.
     """
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
+    lexer = shlex.shlex(without_comment(line, quotes), posix=True, punctuation_chars=False)
     lexer.whitespace_split = True
     lexer.commenters = ""
     lexer.escape = ""
@@ -90,11 +104,15 @@ def split_line(line: str, quotes: str = "\"'") -> list[str]:
 
 
 def size(text: str) -> int:
-    """An argument type: bytes from `256MiB`."""
+    """An argument type: bytes from `256MiB`; a small number without a unit is most likely a forgotten one."""
     try:
-        return parse_size(text)
+        n_bytes = parse_size(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if 0 < n_bytes < MIB and not text.strip()[-1].isalpha():
+        msg = f"{text} B? Write {text}MiB, or {text}B if you mean bytes"
+        raise argparse.ArgumentTypeError(msg)
+    return n_bytes
 
 
 def seconds(text: str) -> float:
@@ -117,17 +135,20 @@ def variable(text: str) -> str:
     return text
 
 
-def stage(text: str) -> int:
-    """An argument type: a stage id."""
-    if not text.isdecimal():
-        msg = f"{text!r} is not a stage id; ids are whole numbers (%omni status lists them)"
+def stages(text: str) -> list[str]:
+    """An argument type: ids or names of stages, `0`, `0,1`, `thinker`, `all`; what they mean the session knows."""
+    words = [word for word in text.split(",") if word]
+    if not words or any(word.startswith("-") for word in words):
+        msg = f"{text!r} is no stage (%omni status lists them)"
         raise argparse.ArgumentTypeError(msg)
-    return int(text)
+    return words
 
 
 def add_stages(parser: VerbParser, what: str) -> None:
     """The group of verbs that concern some stages: ids, none of them means all."""
-    parser.add_argument("stages", nargs="*", type=stage, metavar=STAGE, help=f"ids of the stages to {what}; none = all")
+    parser.add_argument(
+        "stages", nargs="*", type=stages, metavar=STAGE, help=f"ids or names of the stages to {what}; none = all"
+    )
 
 
 def add_order(parser: VerbParser) -> None:
@@ -146,8 +167,3 @@ def add_out(parser: VerbParser) -> None:
 def add_mode(parser: VerbParser, default: str | None, text: str) -> None:
     """What happens to requests that are there."""
     parser.add_argument("--mode", choices=("abort", "wait", "keep"), default=default, help=text)
-
-
-def ids(stages: list[int]) -> list[int] | None:
-    """What the engine takes: None for "all"; a repeated id counts once."""
-    return sorted(set(stages)) or None

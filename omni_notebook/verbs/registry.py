@@ -7,6 +7,8 @@ import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from omni_notebook.errors import ArgumentError
+from omni_notebook.verbs import hints
+from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.parsing import VerbParser, did_you_mean, split_line
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def verb(cls: _V) -> _V:
     """Register a verb class.
 
     A verb that takes a cell says so with `takes_cell = True`; one whose words are prose and not Python names the
-    quotes that hold words together with `quotes = '"'`.
+    quotes that hold words together with `quotes = '"'`. `python` is the call that does the same in Python.
     """
     _VERBS[cls.name] = cls()
     return cls
@@ -85,6 +87,11 @@ def summary(found: Verb) -> str:
     return documentation(found).partition("\n")[0]
 
 
+def python_name(found: Verb) -> str:
+    """The call that does the same in Python, or an empty text."""
+    return str(getattr(found, "python", ""))
+
+
 def takes_cell(found: Verb) -> bool:
     """Whether `%%omni VERB` with a cell makes sense."""
     return bool(getattr(found, "takes_cell", False))
@@ -95,21 +102,39 @@ def execute(session: Session, line: str, cell: str | None = None) -> object:
 
     Raises:
         ArgumentError: the line can not be read.
-        OmniError: what the verb raises. `session.last_traceback` has the details.
+        OmniError: what the verb raises, in the words of verbs. `session.last_traceback` has the details.
+        InterruptedVerb: Ctrl-C.
     """
     try:
-        name, _, rest = line.strip().partition(" ")
-        found = find(_default_verb(name, cell))
-        tokens = split_line(rest, getattr(found, "quotes", "\"'"))
-        if any(token in {"-h", "--help"} for token in tokens):
-            session.frontend.write(parser_for(found).format_help())
-            return None
-        args = parser_for(found).read(tokens)
-        args.cell = _checked_cell(found, cell)
-        return found.run(session, args)
+        return _carry_out(session, line, cell)
+    except KeyboardInterrupt as error:
+        session.note_error(error, line)
+        if isinstance(error, InterruptedVerb):
+            raise
+        msg = f"interrupted; {session.state_now()}"
+        raise InterruptedVerb(msg) from None
     except Exception as error:
-        session.note_error(error)
+        session.note_error(error, line)
+        hints.reword(error)
         raise
+
+
+def _carry_out(session: Session, line: str, cell: str | None) -> object:
+    name, rest = _first_word(line)
+    found = find(_default_verb(name, cell))
+    tokens = split_line(rest, getattr(found, "quotes", "\"'"))
+    if any(token in {"-h", "--help"} for token in tokens):
+        session.frontend.write(parser_for(found).format_help())
+        return None
+    args = parser_for(found).read(tokens)
+    args.cell = _checked_cell(found, cell)
+    return found.run(session, args)
+
+
+def _first_word(line: str) -> tuple[str, str]:
+    """The verb and what follows it; a line that is all comment has neither."""
+    words = [] if line.lstrip().startswith("#") else line.split(None, 1)
+    return (words[0] if words else ""), (words[1] if len(words) > 1 else "")
 
 
 def _default_verb(name: str, cell: str | None) -> str:

@@ -5,13 +5,16 @@ One session a process (`session()`), because a kernel has one user and one memor
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_notebook.errors import EngineClosedError
+from omni_notebook.errors import ArgumentError, EngineClosedError
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import Frontend, PlainFrontend
+from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -28,17 +31,13 @@ _SETTLE_POLL_S = 0.02
 _NO_ENGINE = "no engine is running; %omni start starts the demo pipeline, %omni start FOLDER another model"
 
 
-class InterruptedVerb(KeyboardInterrupt):
-    """Ctrl-C while a verb waited; the message says what state things are in now and what to call."""
-
-
 class Session:
     """What verbs share.
 
     Attributes:
         frontend: how this session shows things and waits.
         acks: the answers to the last sleep or wake, also when it failed.
-        last_traceback: the full traceback of the last error, for `%omni traceback`.
+        last_traceback: the full traceback of the last error or interrupt, under the line it belongs to.
     """
 
     def __init__(self, frontend: Frontend | None = None) -> None:
@@ -70,51 +69,92 @@ class Session:
         """Make `engine` the one that verbs work on; None forgets the present one without stopping it."""
         self._engine = engine
 
+    def stage_ids(self, words: Sequence[Sequence[str]]) -> list[int] | None:
+        """What the engine takes for stages as a line names them: None for "all"; a repeated one counts once.
+
+        Raises:
+            ArgumentError: no stage has this name; unknown ids are left to the engine to refuse.
+        """
+        given = [word for some in words for word in some]
+        if "all" in given or not given:
+            return None
+        names = {stage.name: stage.stage_id for stage in self.engine.status().stages}
+        unknown = [word for word in given if not word.isdecimal() and word not in names]
+        if unknown:
+            known = ", ".join(f"{number} {name}" for name, number in names.items())
+            msg = f"{unknown[0]!r} is no stage; stages are: {known}; nothing was changed"
+            raise ArgumentError(msg)
+        return sorted({int(word) if word.isdecimal() else names[word] for word in given})
+
     def call(
         self,
-        coroutine: Coroutine[Any, Any, _T],
+        make: Callable[[Engine], Coroutine[Any, Any, _T]],
         *,
+        order: str | None = None,
         stages: Sequence[int] | None = None,
         gauge: Callable[[], Progress] | None = None,
         tick: Callable[[], None] | None = None,
     ) -> _T:
-        """Run an engine's coroutine and wait for it; `stages` are those that an interrupt reports on (None = all).
+        """Run an engine's coroutine and wait for it.
+
+        `order` names what moves stages between states, so that an interrupt can say what became of it; `stages` are
+        those that it reports on (None = all).
 
         Raises:
             EngineClosedError: there is no engine.
             InterruptedVerb: Ctrl-C; the coroutine was cancelled and had a second to come to rest.
         """
-        engine = self.running
-        if engine is None:
-            coroutine.close()
-            raise EngineClosedError(_NO_ENGINE)
+        engine, before = self.engine, self._picked(stages)
         future: Future[_T] | None = None
         try:
-            future = engine.submit(coroutine)
+            with interrupts_held():  # a coroutine that was made is also run
+                future = engine.submit(make(engine))
             return self.frontend.wait(future, gauge, tick)
         except KeyboardInterrupt:
-            if future is not None:
-                future.cancel()
-            raise InterruptedVerb(self._after_cancel(stages)) from None
+            raise self._interrupted(future, order, before, stages) from None
 
-    def _after_cancel(self, stages: Sequence[int] | None) -> str:
+    def _interrupted(
+        self, future: Future[_T] | None, order: str | None, before: Sequence[StageStatus], stages: Sequence[int] | None
+    ) -> InterruptedVerb:
+        if future is None or not future.cancel():
+            result = _result(future)
+            if order and result is not None:
+                where = f" ({hints.LAST_ACKS} has the answers)" if isinstance(result, list) else ""
+                words = f"interrupted too late: the {order} ended{where}; now {hints.describe(self._picked(stages))}"
+                return InterruptedVerb(words, result)
+        now = self._settled(stages)
+        if not now:
+            return InterruptedVerb(f"interrupted; {_NO_ENGINE}")
+        calm = not any(hints.call_that_helps(stage) for stage in now)
+        words = f"{hints.outcome(order, before, now)}; now {hints.describe(now)}"
+        return InterruptedVerb(words + "; run the cell again to retry" * calm)
+
+    def _settled(self, stages: Sequence[int] | None) -> list[StageStatus]:
+        """The stages once a cancelled order has come to rest, or after `CANCEL_GRACE_S`."""
         deadline = time.monotonic() + CANCEL_GRACE_S
+        engine = self.running
+        if engine is not None:
+            with contextlib.suppress(TimeoutError, EngineClosedError):
+                engine.submit(asyncio.sleep(0)).result(CANCEL_GRACE_S)  # the loop has seen the cancel
         picked = self._picked(stages)
         while any(map(hints.is_moving, picked)) and time.monotonic() < deadline:
             time.sleep(_SETTLE_POLL_S)
             picked = self._picked(stages)
-        if not picked:
-            return f"interrupted; {_NO_ENGINE}"
-        calm = not any(hints.call_that_helps(stage) for stage in picked)
-        return f"interrupted and cancelled; now {hints.describe(picked)}" + ("; run the cell again to retry" * calm)
+        return picked
+
+    def state_now(self) -> str:
+        """Every stage's state and the call that helps, or how to start."""
+        picked = self._picked(None)
+        return f"now {hints.describe(picked)}" if picked else _NO_ENGINE
 
     def _picked(self, stages: Sequence[int] | None) -> list[StageStatus]:
         engine = self.running
         return [] if engine is None else hints.pick(engine.status(), stages)
 
-    def keep(self, acks: Sequence[OmniACK], out: str | None) -> list[OmniACK]:
-        """Remember the answers and give them to the user's variable; the list that the front end shows."""
-        self.acks = self.frontend.dress(acks)
+    def keep(self, acks: Sequence[OmniACK], out: str | None, order: str) -> list[OmniACK]:
+        """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown."""
+        states = {stage.stage_id: hints.memory_words(stage) for stage in self._picked(None)}
+        self.acks = self.frontend.dress(acks, order, states)
         self.store(out, self.acks)
         return self.acks
 
@@ -123,9 +163,16 @@ class Session:
         if out is not None:
             self.frontend.store(out, value)
 
-    def note_error(self, error: BaseException) -> None:
+    def note_error(self, error: BaseException, line: str) -> None:
         """Keep an error's traceback as text, so that its frames (and the tensors in them) can go."""
-        self.last_traceback = "".join(traceback.format_exception(error))
+        self.last_traceback = f"from: %omni {line.strip()}\n{''.join(traceback.format_exception(error))}"
+
+
+def _result(future: Future[_T] | None) -> _T | None:
+    """What a future has, if it ended well."""
+    if future is None or future.cancelled() or not future.done() or future.exception() is not None:
+        return None
+    return future.result()
 
 
 _SESSION = Session()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import SleepError, WakeError
+from omni_notebook.errors import ArgumentError, SleepError, WakeError
 from omni_notebook.verbs.gauges import MemoryGauge
-from omni_notebook.verbs.parsing import TAG, VerbParser, add_mode, add_order, add_stages, ids
+from omni_notebook.verbs.interrupts import InterruptedVerb
+from omni_notebook.verbs.parsing import TAG, VerbParser, add_mode, add_order, add_stages
 from omni_notebook.verbs.registry import verb
-from omni_notebook.verbs.session import InterruptedVerb
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from omni_notebook.protocol import OmniACK
+    from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.session import Session
 
 
@@ -23,11 +24,13 @@ class Sleep:
     """Put stages to sleep: their device memory goes back, every rank answers how much.
 
     Level 1 keeps a copy on the host and loses nothing; level 2 keeps none and reads the checkpoint again at the wake.
-    A stage with requests is refused unless --mode says what to do with them.
+    A stage with requests is refused unless --mode says what to do with them: keep lets the running batch end and holds
+    the rest until the wake, wait lets all of them end, abort ends the queued ones and drops the running batch's result.
     Example: acks = %omni sleep 0 1 --level 2
     """
 
     name = "sleep"
+    python = "await engine.sleep([0], level=1)"
 
     def prepare_parser(self, parser: VerbParser) -> None:
         """Stages, level, mode, discard, and what every order has."""
@@ -35,7 +38,7 @@ class Sleep:
         parser.add_argument(
             "--level", type=int, choices=(1, 2), default=1, help="1 keeps a host copy (default), 2 none"
         )
-        add_mode(parser, None, "quiesce first: abort ends, wait drains, keep holds the requests that are there")
+        add_mode(parser, None, "what to do first with requests that are there: keep, wait or abort (above)")
         parser.add_argument(
             "--discard", action="store_true", help="allow level 2 of weights that nothing can reproduce: they are LOST"
         )
@@ -43,9 +46,12 @@ class Sleep:
 
     def run(self, session: Session, args: argparse.Namespace) -> list[OmniACK]:
         """The ACKs; they are kept before a failure is raised."""
-        engine, stages = session.engine, ids(args.stages)
-        order = engine.sleep(stages, args.level, args.mode, args.timeout, discard=args.discard)
-        return _carry_out(session, order, args, MemoryGauge(engine, stages, falling=True))
+        stages = session.stage_ids(args.stages)
+
+        def order(engine: Engine) -> Coroutine[Any, Any, list[OmniACK]]:
+            return engine.sleep(stages, args.level, args.mode, args.timeout, discard=args.discard)
+
+        return _carry_out(session, order, self.name, stages, args.out)
 
 
 @verb
@@ -53,10 +59,12 @@ class Wake:
     """Wake stages: memory is mapped, filled and verified again.
 
     --tags wakes only some memory; --no-reload maps without loading, for weights that you install yourself.
+    Stages come before --tags, which takes every word after it.
     Example: %omni wake 0 --tags weights
     """
 
     name = "wake"
+    python = "await engine.wake_up([0])"
 
     def prepare_parser(self, parser: VerbParser) -> None:
         """Stages, tags, reload, and what every order has."""
@@ -67,21 +75,40 @@ class Wake:
 
     def run(self, session: Session, args: argparse.Namespace) -> list[OmniACK]:
         """The ACKs; they are kept before a failure is raised."""
-        engine, stages = session.engine, ids(args.stages)
-        order = engine.wake_up(stages, args.tags, not args.no_reload, args.timeout)
-        return _carry_out(session, order, args, MemoryGauge(engine, stages, falling=False))
+        stages = session.stage_ids(args.stages)
+        _check_tags(args.tags or [])
+
+        def order(engine: Engine) -> Coroutine[Any, Any, list[OmniACK]]:
+            return engine.wake_up(stages, args.tags, not args.no_reload, args.timeout)
+
+        return _carry_out(session, order, self.name, stages, args.out)
+
+
+def _check_tags(tags: list[str]) -> None:
+    numbers = [tag for tag in tags if tag.isdecimal()]
+    if numbers:
+        msg = (
+            f"omni wake: {numbers[0]!r} is no tag, and --tags takes every word after it: write the stages first, "
+            f"%omni wake {' '.join(numbers)} --tags …; nothing was changed"
+        )
+        raise ArgumentError(msg)
 
 
 def _carry_out(
-    session: Session, order: Coroutine[Any, Any, list[OmniACK]], args: argparse.Namespace, gauge: MemoryGauge
+    session: Session,
+    make: Callable[[Engine], Coroutine[Any, Any, list[OmniACK]]],
+    order: str,
+    stages: list[int] | None,
+    out: str | None,
 ) -> list[OmniACK]:
     """Wait for the ranks; what they answered is kept also when it is a failure, and nothing when nobody listened."""
+    gauge = MemoryGauge(session.engine, stages, falling=order == "sleep")
     try:
-        acks = session.call(order, stages=ids(args.stages), gauge=gauge)
+        acks = session.call(make, order=order, stages=stages, gauge=gauge)
     except (SleepError, WakeError) as error:
-        session.keep(error.acks, args.out)
+        session.keep(error.acks, out, order)
         raise
-    except InterruptedVerb:
-        session.keep([], args.out)
+    except InterruptedVerb as interrupt:
+        session.keep(interrupt.result if isinstance(interrupt.result, list) else [], out, order)
         raise
-    return session.keep(acks, args.out)
+    return session.keep(acks, out, order)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from omni_notebook.notebook import charts
-from omni_notebook.protocol import GIB, MIB
+from omni_notebook.protocol import GIB, MIB, MemoryState
 from tests.notebook.acks import ack, stage, status
 
 
@@ -66,7 +66,8 @@ def test_sixteen_ranks_do_not_overlap_and_the_legend_is_outside():
 
 
 def test_no_acks_still_make_a_figure():
-    assert charts.plot_reclaimed([]).axes
+    _, notes = texts(charts.plot_reclaimed([]))
+    assert notes == ["no ACKs"]
 
 
 def test_an_error_has_a_pattern_and_a_word_beside_its_colour():
@@ -91,6 +92,13 @@ def test_status_bars_call_ballast_ballast():
     bars = charts.status_bars(status(stage()))
     assert [bar.label for bar in bars] == ["stage 0 · weights", "stage 0 · ballast (filler, no model)"]
     assert bars[1].note == "64.0 MiB of 256.0 MiB"
+
+
+def test_a_sleeping_stage_is_hollow_and_says_so():
+    bars = charts.status_bars(status(stage(state=MemoryState.ASLEEP, level=1)))
+    assert bars[1].note == "64.0 MiB of 256.0 MiB · asleep"
+    assert charts.looks_of(bars) == [charts.RESIDENT, charts.ASLEEP]
+    assert 'fill="none" stroke="currentColor"' in charts.svg_bars(bars, title="x")
 
 
 def test_charts_need_neither_torch_nor_an_engine_nor_pyplot():

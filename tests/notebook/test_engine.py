@@ -1,5 +1,8 @@
 """The magic on the real engine, in a real shell of this process."""
 
+import re
+import time
+
 import pytest
 
 from omni_notebook import AsyncOmni
@@ -80,8 +83,82 @@ def test_generate_while_asleep_is_refused_at_once_and_names_wake(cell, engine):
     ok(cell, "%omni sleep 0")
     result, shown = cell("%omni generate a red star")
     assert isinstance(result.error_in_exec, AsleepError)
-    assert len(shown.splitlines()) == 1
-    assert "wake" in shown
+    assert shown.splitlines() == [
+        "\x1b[31mAsleepError: stage 0 (thinker) is ASLEEP (level 1): %omni wake 0; nothing was started\x1b[0m"
+    ]
+
+
+def test_a_refused_prompt_names_every_closed_gate_at_once(cell, engine):
+    ok(cell, "%omni sleep")
+    ok(cell, "%omni pause 1")
+    _, shown = cell("%omni generate a red star")
+    for part in ("stage 0 (thinker)", "stage 1 (painter)", "%omni wake 0 1, %omni resume"):
+        assert part in shown
+
+
+@pytest.mark.parametrize("stages", ["painter", "1", "0,1", "thinker painter", "all"])
+def test_stages_may_be_named(cell, engine, stages):
+    acks = ok(cell, f"%omni sleep {stages}")
+    assert len(acks) == (1 if stages in {"painter", "1"} else 2)
+
+
+def test_an_unknown_stage_name_lists_the_known_ones(cell, engine):
+    _, shown = cell("%omni sleep zero")
+    assert "'zero' is no stage; stages are: 0 thinker, 1 painter; nothing was changed" in shown
+
+
+def test_a_stage_behind_tags_is_told_where_it_belongs(cell, engine):
+    _, shown = cell("%omni wake --tags weights 0")
+    assert "%omni wake 0 --tags" in shown
+
+
+def test_messages_name_verbs_and_flags(cell, engine):
+    _, shown = cell("%omni generate a red star --steps 100000")
+    assert "--steps 100000 is out of range" in shown
+    _, shown = cell("%omni generate a red star above a blue circle --max-tokens 2")
+    assert "raise it" in shown
+
+
+def test_the_plan_is_labelled(cell, engine):
+    _, shown = cell("%omni generate a red star --steps 2 --seed 1")
+    assert shown.startswith("plan: red star")
+    _, shown = cell("%omni generate a red star --text-only --seed 1")
+    assert shown.startswith("red star")
+
+
+def hold(engine):
+    """A request that keeps the diffusion stage busy."""
+
+    async def paint():
+        async for _ in engine.generate("a red star", sampling_params={"num_inference_steps": 300, "seed": 1}):
+            pass
+
+    request = engine.submit(paint())
+    while not engine.status().stages[1].running:
+        time.sleep(0.02)
+    return request
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_pause_that_does_not_stop_a_diffusion_stage_says_so(cell, engine, mode):
+    request = hold(engine)
+    _, shown = cell(f"%omni pause 1 --mode {mode}")
+    request.cancel()
+    assert (
+        "stage 1 still has 1 running: on a diffusion stage this mode only closes admission; use --mode keep, or "
+        "%omni sleep 1 --mode wait\n"
+    ) in shown
+
+
+def test_stop_says_what_it_ended_and_gave_back(cell, engine):
+    request = hold(engine)
+    _, shown = cell("%omni stop")
+    assert re.search(r"the engine was stopped: 1 request was aborted, \d+\.\d MiB of stage memory given back; ", shown)
+    request.cancel()
+
+
+def test_a_wake_of_awake_stages_has_nothing_to_do(cell, engine):
+    assert repr(ok(cell, "%omni wake")).startswith("nothing to do: already awake\n")
 
 
 def test_pause_closes_admission_and_resume_opens_it(cell, engine):
@@ -92,6 +169,10 @@ def test_pause_closes_admission_and_resume_opens_it(cell, engine):
     assert isinstance(result.error_in_exec, PausedError)
     _, shown = cell("%omni resume")
     assert shown == "admission is open\n"
+    ok(cell, "%omni pause 0")
+    ok(cell, "%omni sleep 0")
+    _, shown = cell("%omni resume")
+    assert shown == "admission is open; stage 0 (thinker) is ASLEEP (level 1): %omni wake 0 wakes it\n"
 
 
 @pytest.mark.parametrize(

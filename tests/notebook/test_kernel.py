@@ -123,9 +123,56 @@ def test_an_interrupt_ends_a_waiting_sleep_and_names_the_state(kernel):
     assert broken.status == "error"
     assert len(broken.error) == 1
     assert "interrupted" in broken.error[0]
-    assert "stage 1 (painter) is AWAKE" in broken.error[0]
+    assert "interrupted and rolled back; now stage 1 (painter) is AWAKE" in broken.error[0]
     assert broken.seconds < 2.0
+    assert kernel.run("%omni traceback").text.startswith("from: %omni sleep 1 --mode wait\nTraceback")
     assert kernel.run("request.cancel()\nprint(engine.status().stages[1].state)").text == "AWAKE\n"
+
+
+INTERRUPT = """
+import os, signal, time
+from omni_notebook.notebook.frontend import NotebookFrontend
+from omni_notebook.verbs import sleeping
+from omni_notebook.verbs.session import session
+"""
+AT_THE_END = """
+def interrupted(future, gauge, tick):
+    acks = future.result()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+session().frontend.wait = interrupted
+try:
+    %omni sleep 0 --level 2
+finally:
+    del session().frontend.wait
+"""
+AT_THE_START = """
+class Interrupting(sleeping.MemoryGauge):
+    def __init__(self, *args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+kept, sleeping.MemoryGauge = sleeping.MemoryGauge, Interrupting
+try:
+    %omni sleep 0 --level 2
+finally:
+    sleeping.MemoryGauge = kept
+"""
+
+
+def test_an_interrupt_that_comes_too_late_says_so_and_keeps_the_answers(kernel):
+    broken = kernel.run(INTERRUPT + AT_THE_END)
+    assert (
+        "interrupted too late: the sleep ended (omni_notebook.last_acks() has the answers); now stage 0 (thinker) is "
+        "ASLEEP (level 2): %omni wake 0 wakes it"
+    ) in broken.error[0]
+    assert kernel.run("import omni_notebook as omni; print(len(omni.last_acks()))").text == "1\n"
+
+
+def test_an_interrupt_before_anything_happened_names_the_state_and_warns_of_nothing(kernel):
+    broken = kernel.run(INTERRUPT + AT_THE_START)
+    assert len(broken.error) == 1
+    assert "interrupted; now stage 0 (thinker) is AWAKE" in broken.error[0]
+    assert kernel.run("import gc; gc.collect()").text + broken.text == ""
 
 
 def test_an_interrupt_ends_a_generate(kernel):
@@ -133,6 +180,7 @@ def test_an_interrupt_ends_a_generate(kernel):
     assert broken.status == "error"
     assert len(broken.error) == 1
     assert "\n" not in broken.error[0]
+    assert "interrupted: the request was aborted; now stage 0" in broken.error[0]
     assert broken.seconds < 2.0
     assert kernel.run("%%omni generate --steps 2\na red star").status == "ok"
 
@@ -169,7 +217,7 @@ def test_complete_request_knows_the_magic(kernel, code, expected):
     assert code[: content["cursor_start"]] + matches[0] == code[: content["cursor_start"]] + expected[0]
 
 
-def test_progress_shows_after_a_second_and_leaves_no_dead_widget(kernel):
+def test_progress_shows_after_a_second_and_leaves_nothing(kernel):
     slow = """
 import concurrent.futures, time
 from omni_notebook.verbs.frontend import Progress
@@ -179,9 +227,9 @@ session().frontend.wait(pool.submit(time.sleep, {}), lambda: Progress("stage 0 W
 """
     assert kernel.run(slow.format(0.3)).shown == []
     said = kernel.run(slow.format(1.5))
-    assert "application/vnd.jupyter.widget-view+json" in said.shown[0]
-    assert "stage 0 WAKING" in said.shown[0]["text/plain"]
-    assert said.updates == [{"text/plain": ""}]
+    assert said.shown == [{"text/plain": "stage 0 WAKING · 50% · 1 s"}]
+    assert said.updates[-1] == {"text/plain": ""}
+    assert said.text == ""
 
 
 def test_reloading_the_extension_keeps_the_engine(kernel):
@@ -215,5 +263,8 @@ def test_an_interrupted_start_is_undone_and_a_new_one_works():
         assert broken.seconds < 2.0
         assert kernel.run(START).status == "ok"
         assert kernel.run("%omni").status == "ok"
+        broken = kernel.run("%omni start --replace", interrupt_when=0.1)
+        assert broken.status == "error"
+        assert "no engine is running; %omni start" in broken.error[0]
     finally:
         kernel.close()

@@ -7,7 +7,7 @@ from PIL import Image
 from omni_notebook import units
 from omni_notebook.notebook import html, results, tables
 from omni_notebook.notebook.results import AckList
-from omni_notebook.protocol import GIB, MIB, MemoryState, PauseState
+from omni_notebook.protocol import GIB, MIB, MemoryState, PauseState, PhasesMs
 from omni_notebook.verbs.generating import Generation
 from tests.notebook.acks import ack, rank, stage, status
 
@@ -49,7 +49,7 @@ def test_a_row_has_every_figure():
     text = repr(AckList([one]))
     row = text.splitlines()[2]
     assert row.split()[:4] == ["2", "1", "3", "✓"]
-    for part in ("SUCCESS", "COLD, level 2", "256.0 MiB", "250.0 MiB / 256.0 MiB", "2.00 GiB", "12.0 MiB", "1.23 s"):
+    for part in ("SUCCESS", "ASLEEP (level 2)", "256.0 MiB", "250.0 MiB / 256.0 MiB", "2.00 GiB", "12.0 MiB", "1.23 s"):
         assert part in row
     assert row.endswith("warm page cache")
 
@@ -71,10 +71,53 @@ def test_a_shared_process_is_counted_once():
 
 
 def test_a_wake_shows_what_is_mapped():
-    text = repr(AckList([ack(freed_bytes=0, state="WARM", level=None, mapped_bytes=260 * MIB)]))
+    one = ack(
+        freed_bytes=0,
+        state="WARM",
+        level=None,
+        mapped_bytes=260 * MIB,
+        host_backup_bytes=MIB,
+        expected_bytes=0,
+        observed_bytes=0,
+    )
+    text = repr(AckList([one]))
     assert "mapped 260.0 MiB" in text
-    assert "freed" not in text
-    assert "WARM" in text
+    assert "AWAKE" in text
+    assert "▓" * 12 in text
+    for word in ("freed", "WARM", "host backup", "expected"):
+        assert word not in text
+
+
+def test_a_wake_of_some_tags_has_a_full_bar_and_the_stages_own_state():
+    one = ack(freed_bytes=0, state="COLD", mapped_bytes=2 * MIB)
+    text = repr(AckList([one], "wake", {0: "PARTLY_AWAKE (weights awake)"}))
+    assert "PARTLY_AWAKE (weights awake)" in text
+    assert "▓" * 12 in text
+    assert "COLD" not in text
+
+
+@pytest.mark.parametrize(("order", "word", "state"), [("wake", "awake", "WARM"), ("sleep", "asleep", "COLD")])
+def test_an_order_that_had_nothing_to_do_says_so(order, word, state):
+    text = repr(AckList([ack(freed_bytes=0, noop=True, state=state)], order))
+    assert text.splitlines()[0] == f"nothing to do: already {word}"
+
+
+def test_a_reload_says_that_weights_were_loaded():
+    one = ack(freed_bytes=0, state="WARM", phases_ms=PhasesMs(reload=4.0))
+    assert repr(AckList([one], "wake")).splitlines()[-1].endswith("weights loaded")
+
+
+def test_python_calls_in_an_answer_are_shown_as_verbs():
+    assert "%omni wake works" in repr(AckList([ack(error_msg="not seen free; wake_up works")]))
+
+
+@pytest.mark.parametrize("shown", [AckList([ack()])._repr_mimebundle_, lambda: results.status_bundle(status(stage()))])
+def test_an_interrupt_while_the_picture_is_drawn_does_not_cost_the_table(shown, monkeypatch):
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results, "figure_png", interrupted)
+    assert set(shown()) == {"text/plain", "text/html"}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +158,8 @@ def test_a_status_shows_state_requests_and_memory():
         "ASLEEP (level 2)",
         "PAUSED (keep)",
         "1 / 2 / 3 / 4",
+        "memory: resident / of",
+        "weights id",
         "weights 3.0 MiB / 3.0 MiB",
         "ballast (filler, no model) 64.0 MiB / 256.0 MiB",
         "last error: out of paint",
@@ -122,6 +167,18 @@ def test_a_status_shows_state_requests_and_memory():
         "stage 1: %omni resume 1 opens it",
     ):
         assert part in text
+
+
+def test_a_status_without_notes_has_no_column_for_them():
+    assert "note" not in results.status_bundle(status(stage()))["text/plain"]
+
+
+def test_an_engine_that_was_shut_down_shows_stopped_stages_and_no_calls():
+    shown = status(stage(0, state=MemoryState.ASLEEP, level=1, ranks=(rank(alive=False),)), closed=True)
+    text = results.status_bundle(shown)["text/plain"]
+    assert "STOPPED" in text
+    for word in ("ASLEEP", "%omni", "dead"):
+        assert word not in text
 
 
 def test_a_status_sums_ranks_and_names_a_dead_worker():

@@ -2,7 +2,7 @@ import pytest
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs import registry
-from omni_notebook.verbs.parsing import ids, split_line
+from omni_notebook.verbs.parsing import split_line
 
 QUOTES = "\"'"
 
@@ -20,12 +20,36 @@ def refusal(verb, line):
 @pytest.mark.parametrize("line", ["0 1 --level 2", "--level 2 0 1", "0 --level 2 1", "--level=2 0 1"])
 def test_stages_and_options_may_stand_in_any_order(line):
     args = read("sleep", line)
-    assert (args.stages, args.level) == ([0, 1], 2)
+    assert (args.stages, args.level) == ([["0"], ["1"]], 2)
 
 
-def test_no_stage_means_all_and_a_repeated_one_counts_once():
-    assert ids(read("sleep", "").stages) is None
-    assert ids(read("sleep", "1 0 1").stages) == [0, 1]
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", "sleep"),
+        ("# all of them", "sleep"),
+        ("0 1 --level 2   # it's a comment", "sleep 0 1 --level 2"),
+        ("0\t#x", "sleep 0"),
+        ("'0#1'", "sleep 0#1"),
+        ("'a # b'", "sleep a # b"),
+    ],
+)
+def test_a_word_that_starts_with_a_hash_ends_the_line(line, expected):
+    assert " ".join(["sleep", *split_line(line)]) == expected
+
+
+def test_a_prompt_keeps_a_hash_in_quotes_only():
+    assert split_line('a cat\'s "house # 3" # drawn small', '"') == ["a", "cat's", "house # 3"]
+
+
+@pytest.mark.parametrize("text", ["256", "1", "1.5"])
+def test_a_small_size_without_a_unit_is_asked_about(text):
+    assert f"{text} B? Write {text}MiB" in refusal("start", f"--ballast {text}")
+
+
+@pytest.mark.parametrize(("text", "n_bytes"), [("0", 0), ("256B", 256), ("1048576", 2**20), ("1MiB", 2**20)])
+def test_other_sizes_are_taken_as_they_are(text, n_bytes):
+    assert read("start", f"--ballast {text}").ballast_bytes == n_bytes
 
 
 def test_the_default_level_is_the_one_that_loses_nothing():
@@ -37,7 +61,7 @@ def test_the_default_level_is_the_one_that_loses_nothing():
     ("verb", "line", "words"),
     [
         ("sleep", "--level 3", ["--level", "3", "choose from", "1", "2"]),
-        ("sleep", "zero", ["'zero' is not a stage id", "%omni status"]),
+        ("sleep", ",", ["',' is no stage", "%omni status"]),
         ("sleep", "-1", ["-1"]),
         ("sleep", "--lvl 2", ["unknown option '--lvl'", "did you mean '--level'?"]),
         ("sleep", "--lev 2", ["unknown option '--lev'", "did you mean '--level'?"]),

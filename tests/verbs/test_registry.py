@@ -89,8 +89,30 @@ def test_traceback_shows_the_last_error_in_full(session, capsys):
         registry.execute(session, "sleep --level 3")
     registry.execute(session, "traceback")
     shown = capsys.readouterr().out
+    assert shown.startswith("from: %omni sleep --level 3\n")
     assert "Traceback (most recent call last)" in shown
     assert "--level" in shown
+
+
+def test_a_line_that_is_all_comment_is_the_status(session, capsys):
+    assert registry.execute(session, "# who is asleep?") is None
+    assert "no engine is running" in capsys.readouterr().out
+
+
+def test_an_interrupt_at_any_place_names_the_state_and_is_what_traceback_shows(session, monkeypatch, capsys):
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    with pytest.raises(ArgumentError):
+        registry.execute(session, "sleep --level 3")
+    monkeypatch.setattr(session, "stage_ids", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="interrupted; no engine is running; %omni start"):
+        registry.execute(session, "sleep 0")
+    registry.execute(session, "traceback")
+    shown = capsys.readouterr().out
+    assert shown.startswith("from: %omni sleep 0\n")
+    assert "KeyboardInterrupt" in shown
+    assert "--level" not in shown
 
 
 def test_a_new_verb_is_one_class(session, monkeypatch):

@@ -50,6 +50,17 @@ def pick_stage(stages: Sequence[Stage], stage_id: Any) -> Stage:
     return stages[stage_id]
 
 
+def check_below(name: str, value: Any, count: int) -> None:
+    """Refuse a number that is not one of 0 … count - 1.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+        msg = f"there is no {name} {value!r}; this stage has {name}s 0 … {count - 1}"
+        raise ArgumentError(msg)
+
+
 def check_level(level: Any) -> int:
     """1 or 2.
 

@@ -361,6 +361,14 @@ class AsyncOmni:
         """A snapshot, memory measured now; never waits for a worker, never changes state."""
         return self._core.status()
 
+    def logs(self, stage_id: int, rank: int = 0, replica: int = 0) -> list[str]:
+        """The last lines that a rank's process wrote, newest last; empty for a rank in this process. Never waits.
+
+        Raises:
+            ArgumentError: unknown stage, replica or rank.
+        """
+        return self._core.logs(stage_id, rank, replica)
+
     def subscribe(self) -> Subscription:
         """An async iterator of events from now on: ACKs, state changes, memory samples, request progress."""
         return self._core.hub.subscribe()

@@ -213,6 +213,13 @@ class Core:
 
     # ---------------------------------------------------------------------------------- status
 
+    def logs(self, stage_id: int, rank: int, replica: int) -> list[str]:
+        """See `AsyncOmni.logs`; callable from any thread."""
+        stage = arguments.pick_stage(self.stages, stage_id)
+        arguments.check_below("replica", replica, len(stage.replicas))
+        arguments.check_below("rank", rank, stage.config.tensor_parallel_size)
+        return stage.replicas[replica].executor.log_tail(rank)
+
     def status(self) -> EngineStatus:
         """See `AsyncOmni.status`; callable from any thread."""
         stages = tuple(

@@ -12,7 +12,15 @@ import psutil
 import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
-from omni_notebook.errors import OmniError, SleepError, StageFailedError, UnsupportedError, WakeError, WorkerDiedError
+from omni_notebook.errors import (
+    ArgumentError,
+    OmniError,
+    SleepError,
+    StageFailedError,
+    UnsupportedError,
+    WakeError,
+    WorkerDiedError,
+)
 from omni_notebook.executors.mp import executor as mp_executor
 from omni_notebook.protocol import StateEvent
 from tests.engine.engine_helpers import collect, golden, reset, slow, until
@@ -264,3 +272,15 @@ def test_what_mp_does_not_do_yet_is_refused() -> None:
     for options in ({"executor": "ray"}, {"executor": "uni", "num_replicas": 2}):
         with pytest.raises(UnsupportedError, match="othing was started"):
             AsyncOmni("demo", **options)
+
+
+def test_a_ranks_own_lines_can_be_read_and_stand_with_its_death(engine: AsyncOmni) -> None:
+    async def run() -> None:
+        await killed(engine, 1)
+        assert isinstance(engine.logs(1), list)
+        with pytest.raises(ArgumentError, match="no rank 7"):
+            engine.logs(1, rank=7)
+        with pytest.raises(ArgumentError, match="no stage 9"):
+            engine.logs(9)
+
+    asyncio.run(run())

@@ -11,6 +11,7 @@ from IPython.display import display
 from omni_notebook.errors import OmniError, SleepError, WakeError
 from omni_notebook.notebook import completion, formatters
 from omni_notebook.notebook.frontend import NotebookFrontend
+from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.registry import execute
 from omni_notebook.verbs.session import session
 
@@ -33,7 +34,9 @@ class OmniMagics(Magics):
         try:
             return execute(session(), line, cell)
         except _SHORT as error:
-            caught = error
+            caught: BaseException = error
+        if type(caught) is KeyboardInterrupt:  # it came before the verb began or after it had ended
+            caught = InterruptedVerb(f"interrupted; {session().state_now()}")
         # Raised outside the handler: an error raised inside would carry a context that IPython may unfold.
         if isinstance(caught, SleepError | WakeError):
             display(session().acks)  # type: ignore[no-untyped-call]

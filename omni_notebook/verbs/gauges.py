@@ -43,22 +43,18 @@ class StartCancelled(Exception):  # noqa: N818  (an order, not an error)
 class MemoryGauge:
     """The share of the stages' memory that has left (`falling`) or come back, by what is resident now."""
 
-    def __init__(self, engine: Engine, stages: Sequence[int] | None, *, falling: bool) -> None:
-        self._engine = engine
+    def __init__(self, stages: Sequence[int] | None, *, falling: bool) -> None:
+        self.engine: Engine | None = None
         self._stages = stages
         self._falling = falling
-        self._before = resident_bytes(self._picked())
 
     def __call__(self) -> Progress:
-        """What is resident now, against the start of a sleep or the end of a wake."""
-        picked = self._picked()
-        goal = self._before if self._falling else mapped_bytes(picked)
-        share = min(1.0, resident_bytes(picked) / goal) if goal else 0.0
+        """What is resident now of what is mapped."""
+        picked = [] if self.engine is None else hints.pick(self.engine.status(), self._stages)
+        mapped = mapped_bytes(picked)
+        share = min(1.0, resident_bytes(picked) / mapped) if mapped else 0.0
         label = ", ".join(f"stage {stage.stage_id} {stage.state}" for stage in picked)
         return Progress(label, 1.0 - share if self._falling else share)
-
-    def _picked(self) -> list[StageStatus]:
-        return hints.pick(self._engine.status(), self._stages)
 
 
 def resident_bytes(stages: Sequence[StageStatus]) -> int:

@@ -28,6 +28,7 @@ _PAUSE_CALLS = {
     PauseState.PAUSED: "%omni resume {id} opens it",
     PauseState.PAUSE_FAILED: "pause it again, or %omni resume {id} opens it",
 }
+_GOALS = {"sleep": MemoryState.ASLEEP, "wake": MemoryState.AWAKE}
 _WAKES = frozenset({MemoryState.ASLEEP, MemoryState.PARTLY_AWAKE, MemoryState.NEEDS_WEIGHTS})
 
 
@@ -115,7 +116,8 @@ def outcome(order: str | None, before: Sequence[StageStatus], after: Sequence[St
         return "interrupted"
     moved = [new.stage_id for old, new in zip(before, after, strict=False) if _place(old) != _place(new)]
     if not moved:
-        return "interrupted and rolled back"
+        there = all(stage.state is _GOALS.get(order) for stage in before)
+        return "interrupted; nothing had to change" if there else "interrupted and rolled back"
     if len(moved) == len(after):
         return f"interrupted too late: the {order} ended"
     return f"interrupted half-way: the {order} ended for stage {', '.join(map(str, moved))}, the rest was rolled back"

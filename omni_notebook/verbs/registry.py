@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs import hints
-from omni_notebook.verbs.interrupts import InterruptedVerb
+from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.parsing import VerbParser, did_you_mean, split_line
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ def _carry_out(session: Session, line: str, cell: str | None) -> object:
     if any(token in {"-h", "--help"} for token in tokens):
         session.frontend.write(parser_for(found).format_help())
         return None
-    args = parser_for(found).read(tokens)
+    with interrupts_held():  # argparse cleans up with fields that an interrupt leaves unset
+        args = parser_for(found).read(tokens)
     args.cell = _checked_cell(found, cell)
     return found.run(session, args)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import OmniACK, StageStatus
+    from omni_notebook.protocol import EngineStatus, OmniACK, StageStatus
     from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.frontend import Progress
 
@@ -49,9 +49,15 @@ class Session:
     @property
     def running(self) -> Engine | None:
         """The engine, or None when none was started or the last one was shut down."""
-        if self._engine is not None and self._engine.status().closed:
+        return self._running_status()[0]
+
+    def _running_status(self) -> tuple[Engine | None, EngineStatus | None]:
+        """The engine and its status, or two Nones; one look, because a look measures all memory."""
+        status = None if self._engine is None else self._engine.status()
+        if status is None or status.closed:
             self._engine = None
-        return self._engine
+            return None, None
+        return self._engine, status
 
     @property
     def engine(self) -> Engine:
@@ -78,6 +84,8 @@ class Session:
         given = [word for some in words for word in some]
         if "all" in given or not given:
             return None
+        if all(word.isdecimal() for word in given):
+            return sorted(set(map(int, given)))
         names = {stage.name: stage.stage_id for stage in self.engine.status().stages}
         unknown = [word for word in given if not word.isdecimal() and word not in names]
         if unknown:
@@ -104,7 +112,10 @@ class Session:
             EngineClosedError: there is no engine.
             InterruptedVerb: Ctrl-C; the coroutine was cancelled and had a second to come to rest.
         """
-        engine, before = self.engine, self._picked(stages)
+        engine, status = self._running_status()
+        if engine is None or status is None:
+            raise EngineClosedError(_NO_ENGINE)
+        before = hints.pick(status, stages)
         future: Future[_T] | None = None
         try:
             with interrupts_held():  # a coroutine that was made is also run
@@ -119,15 +130,19 @@ class Session:
         if future is None or not future.cancel():
             result = _result(future)
             if order and result is not None:
-                where = f" ({hints.LAST_ACKS} has the answers)" if isinstance(result, list) else ""
-                words = f"interrupted too late: the {order} ended{where}; now {hints.describe(self._picked(stages))}"
-                return InterruptedVerb(words, result)
+                return self.too_late(order, stages, result)
         now = self._settled(stages)
         if not now:
             return InterruptedVerb(f"interrupted; {_NO_ENGINE}")
         calm = not any(hints.call_that_helps(stage) for stage in now)
         words = f"{hints.outcome(order, before, now)}; now {hints.describe(now)}"
         return InterruptedVerb(words + "; run the cell again to retry" * calm)
+
+    def too_late(self, order: str, stages: Sequence[int] | None, result: object) -> InterruptedVerb:
+        """What an interrupt comes to after the order has ended."""
+        where = f" ({hints.LAST_ACKS} has the answers)" if isinstance(result, list) else ""
+        words = f"interrupted too late: the {order} ended{where}; now {hints.describe(self._picked(stages))}"
+        return InterruptedVerb(words, result)
 
     def _settled(self, stages: Sequence[int] | None) -> list[StageStatus]:
         """The stages once a cancelled order has come to rest, or after `CANCEL_GRACE_S`."""
@@ -148,8 +163,8 @@ class Session:
         return f"now {hints.describe(picked)}" if picked else _NO_ENGINE
 
     def _picked(self, stages: Sequence[int] | None) -> list[StageStatus]:
-        engine = self.running
-        return [] if engine is None else hints.pick(engine.status(), stages)
+        _, status = self._running_status()
+        return [] if status is None else hints.pick(status, stages)
 
     def keep(self, acks: Sequence[OmniACK], out: str | None, order: str) -> list[OmniACK]:
         """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError, SleepError, WakeError
 from omni_notebook.verbs.gauges import MemoryGauge
-from omni_notebook.verbs.interrupts import InterruptedVerb
+from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.parsing import TAG, VerbParser, add_mode, add_order, add_stages
 from omni_notebook.verbs.registry import verb
 
@@ -102,13 +102,22 @@ def _carry_out(
     out: str | None,
 ) -> list[OmniACK]:
     """Wait for the ranks; what they answered is kept also when it is a failure, and nothing when nobody listened."""
-    gauge = MemoryGauge(session.engine, stages, falling=order == "sleep")
+
+    def start(engine: Engine) -> Coroutine[Any, Any, list[OmniACK]]:
+        gauge.engine = engine
+        return make(engine)
+
+    gauge = MemoryGauge(stages, falling=order == "sleep")
     try:
-        acks = session.call(make, order=order, stages=stages, gauge=gauge)
+        acks = session.call(start, order=order, stages=stages, gauge=gauge)
     except (SleepError, WakeError) as error:
         session.keep(error.acks, out, order)
         raise
     except InterruptedVerb as interrupt:
         session.keep(interrupt.result if isinstance(interrupt.result, list) else [], out, order)
         raise
-    return session.keep(acks, out, order)
+    try:
+        with interrupts_held():
+            return session.keep(acks, out, order)
+    except KeyboardInterrupt:
+        raise session.too_late(order, stages, acks) from None

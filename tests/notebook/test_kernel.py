@@ -157,6 +157,19 @@ try:
 finally:
     sleeping.MemoryGauge = kept
 """
+AT_THE_REPLACEMENT = """
+wait = session().frontend.wait
+def interrupted(future, gauge, tick):
+    if gauge is not None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    return wait(future, gauge, tick)
+session().frontend.wait = interrupted
+try:
+    %omni start --replace
+finally:
+    del session().frontend.wait
+"""
 
 
 def test_an_interrupt_that_comes_too_late_says_so_and_keeps_the_answers(kernel):
@@ -263,8 +276,10 @@ def test_an_interrupted_start_is_undone_and_a_new_one_works():
         assert broken.seconds < 2.0
         assert kernel.run(START).status == "ok"
         assert kernel.run("%omni").status == "ok"
-        broken = kernel.run("%omni start --replace", interrupt_when=0.1)
-        assert broken.status == "error"
-        assert "no engine is running; %omni start" in broken.error[0]
+        broken = kernel.run(INTERRUPT + AT_THE_REPLACEMENT)
+        assert (
+            "interrupted: the start was undone, the engine before it is stopped, no engine is running; %omni start "
+            "starts again"
+        ) in broken.error[0]
     finally:
         kernel.close()

@@ -21,7 +21,7 @@ def test_an_empty_line_offers_every_verb():
         ("sleep --level ", ["1", "2"]),
         ("sleep 0 --mode ", ["abort", "wait", "keep"]),
         ("sleep --mode k", ["keep"]),
-        ("start --executor ", ["uni", "mp", "ray"]),
+        ("start --executor ", ["auto", "uni", "mp", "ray"]),
         ("help wa", ["wake"]),
         ("nonsense --", []),
     ],

@@ -82,5 +82,9 @@ def test_what_an_interrupt_came_to_is_told_by_the_states(after, words):
     assert hints.outcome("sleep", [stage(0), stage(1)], after) == words
 
 
+def test_an_interrupted_order_that_had_nothing_to_do_was_not_rolled_back():
+    assert hints.outcome("wake", [stage(0)], [stage(0)]) == "interrupted; nothing had to change"
+
+
 def test_an_order_that_moves_no_state_claims_nothing():
     assert hints.outcome(None, [stage(0)], [stage(0)]) == "interrupted"

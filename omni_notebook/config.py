@@ -31,6 +31,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 _T = TypeVar("_T")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(b|kb|kib|mb|mib|gb|gib|tb|tib)?\s*$", re.IGNORECASE)
+MAX_SIZE_CHARS = 32
+MAX_PATH_CHARS = 4096
 _UNITS = {
     "b": 1,
     "kb": 10**3,
@@ -44,15 +46,15 @@ _UNITS = {
 }
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: Any) -> int:
     """Bytes from `256MiB`, `1.5 GB`, `4096` or an int.
 
     Raises:
         ConfigError: not a size.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = _SIZE.match(text)
+    match = _SIZE.match(text) if isinstance(text, str) and len(text) < MAX_SIZE_CHARS else None
     if match is None:
         msg = f"{text!r} is not a size; write for example 256MiB, 1.5GB or 4096 (bytes)"
         raise ConfigError(msg)
@@ -178,7 +180,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if (before, kind) == ("diffusion", "ar"):
                 msg = f"stages[{place}].kind: an 'ar' stage can not follow a 'diffusion' stage (no text)"
                 raise ConfigError(msg)
-        if self.default_timeout is not None and self.default_timeout <= 0:
+        if self.default_timeout is not None and not self.default_timeout > 0:  # NaN too
             _refuse("default_timeout", self.default_timeout, "must be more than 0 seconds")
 
 
@@ -215,6 +217,10 @@ def _resolve(model: str) -> PipelineConfig:
     if model == DEMO:
         return _demo()
     path = Path(model).expanduser()
+    if len(model) > MAX_PATH_CHARS or "\0" in model:
+        msg = f"a model name of {len(model)} characters can not be one; nothing was started"
+        raise ConfigError(msg)
+    path = path.resolve()  # a later %cd must not lose it
     if path.is_dir():
         stage = stage_from_folder(path)
         return PipelineConfig(name=path.resolve().name, stages=(stage,))
@@ -343,19 +349,21 @@ def _convert(raw: object, kind: type[_T], where: str) -> _T:
         raise ConfigError(msg) from None
 
 
-def _apply(
-    config: PipelineConfig, overrides: dict[str, Any], stage_overrides: dict[int, dict[str, Any]]
-) -> PipelineConfig:
+def _apply(config: PipelineConfig, overrides: dict[str, Any], stage_overrides: Any) -> PipelineConfig:
     timeout = overrides.pop("default_timeout", config.default_timeout)
+    if not isinstance(stage_overrides, dict):
+        msg = f"stage_overrides={stage_overrides!r} is not a mapping {{stage_id: {{option: value}}}}"
+        raise ConfigError(msg)
     for stage_id in stage_overrides:
-        if not 0 <= stage_id < len(config.stages):
+        if not isinstance(stage_id, int) or not 0 <= stage_id < len(config.stages):
             msg = f"stage_overrides names stage {stage_id}; the pipeline has stages 0 … {len(config.stages) - 1}"
             raise ConfigError(msg)
     stages = tuple(
         _override(stage, {**overrides, **stage_overrides.get(place, {})}, place)
         for place, stage in enumerate(config.stages)
     )
-    return PipelineConfig(name=config.name, stages=stages, default_timeout=timeout)
+    raw = {"name": config.name, "stages": stages, "default_timeout": timeout}
+    return _convert(raw, PipelineConfig, "option for the pipeline")
 
 
 def _override(stage: StageConfig, changes: dict[str, Any], place: int) -> StageConfig:

@@ -264,15 +264,24 @@ class OmniSamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return self
 
 
-def sampling_params_from(value: OmniSamplingParams | dict[str, Any] | None) -> OmniSamplingParams:
+def _plain(value: Any) -> Any:
+    """A numpy scalar as the Python number that it stands for; anything else as it is."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
+
+
+def sampling_params_from(value: Any) -> OmniSamplingParams:
     """The typed class from what a caller gave.
 
     Raises:
         ArgumentError: an unknown key, a wrong type or a value out of range.
     """
     if isinstance(value, OmniSamplingParams):
-        return value.validated()
-    given = {} if value is None else dict(value)
+        value = {name: getattr(value, name) for name in OmniSamplingParams.__struct_fields__}
+    if value is not None and not isinstance(value, dict):
+        msg = f"sampling_params={value!r} is not a dict or OmniSamplingParams; nothing was started"
+        raise ArgumentError(msg)
+    given = {} if value is None else {str(key): _plain(item) for key, item in value.items()}
     known = OmniSamplingParams.__struct_fields__
     unknown = sorted(set(given) - set(known))
     if unknown:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 TEST_ALL = os.environ.get("OMNI_TEST_ALL") == "1"
 
@@ -23,6 +24,9 @@ def pytest_configure():
         os.environ[name] = f"{home}/{name.lower()}"
     os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
     os.environ["MPLBACKEND"] = "agg"
+    settings.register_profile("ci", derandomize=True, deadline=None)  # a landing must not depend on luck
+    if TEST_ALL:
+        settings.load_profile("ci")
 
 
 def _forbid(report):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError
@@ -28,13 +29,22 @@ def pick_stages(stages: Sequence[Stage], stage_ids: Sequence[int] | int | None) 
     """
     if stage_ids is None:
         return list(stages)
-    ids = [stage_ids] if isinstance(stage_ids, int) else list(stage_ids)
+    ids = listed("stage_ids", stage_ids)
     if not ids:
         msg = "stage_ids is empty; name stages, or give None for all of them. Nothing changed"
         raise ArgumentError(msg)
-    for stage_id in ids:
-        pick_stage(stages, stage_id)
-    return [stage for stage in stages if stage.stage_id in ids]
+    picked = [pick_stage(stages, stage_id) for stage_id in ids]
+    return [stage for stage in stages if stage in picked]
+
+
+def listed(name: str, value: Any) -> list[Any]:
+    """A list of what was given, one thing or several."""
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        return [value]
+    if isinstance(value, dict):
+        msg = f"{name}={value!r} is not a list; nothing changed"
+        raise ArgumentError(msg)
+    return list(value)
 
 
 def pick_stage(stages: Sequence[Stage], stage_id: Any) -> Stage:
@@ -43,11 +53,12 @@ def pick_stage(stages: Sequence[Stage], stage_id: Any) -> Stage:
     Raises:
         ArgumentError: there is none.
     """
-    if isinstance(stage_id, bool) or not isinstance(stage_id, int) or not 0 <= stage_id < len(stages):
+    is_number = hasattr(stage_id, "__index__") and not isinstance(stage_id, bool)
+    if not is_number or not 0 <= operator.index(stage_id) < len(stages):
         known = ", ".join(f"{s.stage_id} ({s.config.title})" for s in stages)
         msg = f"there is no stage {stage_id!r}; this engine has {known}. Nothing changed"
         raise ArgumentError(msg)
-    return stages[stage_id]
+    return stages[operator.index(stage_id)]
 
 
 def check_below(name: str, value: Any, count: int) -> None:
@@ -94,7 +105,7 @@ def check_tags(tags: Sequence[str] | str | None, stages: Sequence[Stage]) -> tup
     """
     if tags is None:
         return None
-    given = (tags,) if isinstance(tags, str) else tuple(tags)
+    given = tuple(listed("tags", tags))
     known = sorted({tag for stage in stages for tag in stage.tags})
     wrong = next((tag for tag in given if tag not in known), None)
     if not given or wrong is not None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
+import uuid
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from omni_notebook.config import PipelineConfig, load_pipeline
 from omni_notebook.engine import arguments
+from omni_notebook.engine.closing import Closer
 from omni_notebook.engine.core import Core
 from omni_notebook.engine.flow import NEVER_S
 from omni_notebook.engine.loop import EngineLoop
-from omni_notebook.errors import UnsupportedError
+from omni_notebook.errors import ArgumentError, UnsupportedError
 from omni_notebook.protocol import MemoryState, SleepTask, WakeTask, new_task_id
 from omni_notebook.stages.waiting import Deadline
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import EngineStatus, OmniACK, OmniRequestOutput, OmniSamplingParams
 
 T = TypeVar("T")
-SHUTDOWN_S = 10.0
 
 
 class AsyncOmni:
@@ -68,7 +69,8 @@ class AsyncOmni:
         self.enable_sleep_mode = enable_sleep_mode
         self._loop = EngineLoop("omni-engine")
         self._core = Core(config)
-        self._finalizer = weakref.finalize(self, _shut_down, self._core, self._loop)
+        self._closer = Closer(self._core, self._loop)
+        weakref.finalize(self, self._closer.collected)
         starting = self._loop.submit(self._core.start(progress or _silent))
         try:
             starting.result()
@@ -241,12 +243,15 @@ class AsyncOmni:
             PausedError, AsleepError, NeedsWeightsError, StageFailedError: a gate is closed; names the call that helps.
             DeadlineError: `timeout` passed; the request was aborted.
         """
-        flow = await self._run(
-            lambda: self._core.admit(prompt, request_id, sampling_params, output_modalities, admission_timeout)
-        )
-        deadline = Deadline(NEVER_S if timeout is None else timeout)
-        done = False
+        bound = arguments.check_timeout(timeout)
+        known_id = uuid.uuid4().hex[:12] if request_id is None else request_id
+        ended = False
         try:
+            flow = await self._run(
+                lambda: self._core.admit(prompt, known_id, sampling_params, output_modalities, admission_timeout)
+            )
+            deadline = Deadline(NEVER_S if bound is None else bound)
+            done = False
             while not done:
                 output = flow.ready()
                 if output is None:
@@ -254,9 +259,13 @@ class AsyncOmni:
                     continue
                 done = output.finished
                 yield output
+            ended = True
+        except ArgumentError:
+            ended = True  # nothing was started; the id may be another request's
+            raise
         finally:
-            if not flow.ended:
-                self._abort_soon(flow.request_id)
+            if not ended:
+                self._abort_soon(known_id)
 
     def _abort_soon(self, request_id: str) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
@@ -272,9 +281,7 @@ class AsyncOmni:
 
     # -------------------------------------------------------------------------------- weights
 
-    async def load_weights(
-        self, stage_id: int, source: Any, version: str | None = None, timeout: float | None = None
-    ) -> None:
+    async def load_weights(self, stage_id: int, source: Any, version: Any = None, timeout: float | None = None) -> None:
         """Load a checkpoint folder into a stage, in place; its version is `version`, else the checksum's start.
 
         Raises:
@@ -290,8 +297,11 @@ class AsyncOmni:
             if not isinstance(source, str | os.PathLike):
                 msg = "load_weights takes a checkpoint folder in this release, not an iterator; nothing changed"
                 raise UnsupportedError(msg)
+            if version is not None and not isinstance(version, str):
+                msg = f"version={version!r} is not a string; nothing changed"
+                raise ArgumentError(msg)
             deadline = self._core.deadline(timeout, [stage])
-            await self._core.orders.load_weights(stage, str(source), version, deadline)
+            await self._core.orders.load_weights(stage, _absolute(source), version, deadline)
 
         await self._run(run)
 
@@ -382,8 +392,8 @@ class AsyncOmni:
         return self._loop.submit(coroutine)
 
     def shutdown(self) -> None:
-        """End every request and stage and give all memory back; idempotent."""
-        self._finalizer()
+        """End every request and stage and give all memory back; returns once that is done, whoever began it."""
+        self._closer.close()
 
     async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._loop.here:
@@ -407,19 +417,14 @@ class AsyncOmni:
         self.shutdown()
 
 
+def _absolute(source: str | os.PathLike[str]) -> str:
+    """A path that a later change of the working folder does not lose."""
+    return str(Path(source).expanduser().resolve())
+
+
 def _silent(what: str, fraction: float) -> None:
     """Progress that nobody asked for."""
 
 
 def _no_lora(call: str, what: Any) -> UnsupportedError:
     return UnsupportedError(f"{call}({what!r}): LoRA adapters are not in this release; nothing changed")
-
-
-def _shut_down(core: Core, loop: EngineLoop) -> None:
-    """End an engine; also when it is dropped or the interpreter exits. Never blocks the engine's own thread."""
-    if loop.here:
-        threading.Thread(target=_shut_down, args=(core, loop), name="omni-shutdown", daemon=True).start()
-        return
-    with contextlib.suppress(TimeoutError):
-        loop.submit(core.shutdown()).result(SHUTDOWN_S)
-    loop.stop(SHUTDOWN_S)

@@ -195,7 +195,7 @@ class Core:
         """The stages that a request needs: up to the first that makes the wanted output."""
         if modalities is None:
             return list(self.stages)
-        wanted = [modalities] if isinstance(modalities, str) else list(modalities)
+        wanted = arguments.listed("output_modalities", modalities)
         kinds = [stage.model.output_type for stage in self.stages]
         wrong = next((m for m in wanted if m not in kinds), None)
         if not wanted or wrong is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ class EngineLoop:
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
         self._closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
         self.loop = self._started.result()
@@ -44,9 +46,10 @@ class EngineLoop:
         Raises:
             EngineClosedError: the loop has ended.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             coroutine.close()
-            msg = "the engine was shut down; start a new one"
+            what = "was shut down" if self._closed else f"belongs to process {self._pid}, this is a fork of it"
+            msg = f"the engine {what}; start a new one"
             raise EngineClosedError(msg)
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 

@@ -56,9 +56,11 @@ class Orders:
         async def run(stage: Stage, context: Context) -> list[OmniACK]:
             return await transitions.whole(stage, task.task_id, transitions.sleep_stage(stage, task, mode, context))
 
-        acks = await self._on_all(stages, check, run, deadline)
-        residual.measure_together(acks, stages)
-        self._tell("sleep", stages, acks)
+        def answered(acks: list[OmniACK]) -> None:
+            residual.measure_together(acks, stages)
+            self._tell("sleep", stages, acks)
+
+        acks = await self._on_all(stages, check, run, deadline, answered)
         if strict and not all(ack.ok for ack in acks):
             raise SleepError(_failure("sleep", acks, stages), acks)
         return acks
@@ -77,8 +79,10 @@ class Orders:
         async def run(stage: Stage, context: Context) -> list[OmniACK]:
             return await transitions.whole(stage, task.task_id, transitions.wake_stage(stage, task, context))
 
-        acks = await self._on_all(stages, lambda stage: self._check(stage, order, pause=False), run, deadline)
-        self._tell("wake", stages, acks)
+        def answered(acks: list[OmniACK]) -> None:
+            self._tell("wake", stages, acks)
+
+        acks = await self._on_all(stages, lambda stage: self._check(stage, order, pause=False), run, deadline, answered)
         if strict and not all(ack.ok for ack in acks):
             raise WakeError(_failure("wake", acks, stages), acks)
         return acks
@@ -126,18 +130,24 @@ class Orders:
         check: Callable[[Stage], None],
         run: Callable[[Stage, Context], Awaitable[list[OmniACK]]],
         deadline: Deadline,
+        answered: Callable[[list[OmniACK]], None] = lambda _acks: None,
     ) -> list[OmniACK]:
-        """Lock all, check all, then run each; a stage's lock goes when it is done."""
+        """Lock all, check all, then run each; a stage's lock goes when it is done.
+
+        `answered` gets the ACKs even if the caller has gone away.
+        """
         token = CancelToken()
 
         async def everything() -> list[OmniACK]:
-            async with _locks(stages, deadline) as release:
+            async with _locks(stages, deadline, token) as release:
                 for stage in stages:
                     check(stage)
                 context = Context(deadline, token)
                 runs = [self._one(stage, run(stage, context), release) for stage in stages]
                 results = await asyncio.gather(*runs, return_exceptions=True)
-            return _flatten(results)
+            acks = _flatten(results)
+            answered(acks)
+            return acks
 
         return await self.supervise(everything(), token)
 
@@ -210,7 +220,9 @@ def refuse_busy(stage: Stage, order: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _locks(stages: Sequence[Stage], deadline: Deadline) -> AsyncIterator[Callable[[Stage], None]]:
+async def _locks(
+    stages: Sequence[Stage], deadline: Deadline, token: CancelToken
+) -> AsyncIterator[Callable[[Stage], None]]:
     """Hold every stage's order lock, taken in order of their ids so that two callers never wait for each other."""
     held: set[Stage] = set()
 
@@ -221,7 +233,7 @@ async def _locks(stages: Sequence[Stage], deadline: Deadline) -> AsyncIterator[C
 
     try:
         for stage in sorted(stages, key=lambda s: s.stage_id):
-            if not await acquire(stage.order_lock, deadline):
+            if not await acquire(stage.order_lock, deadline, token):
                 msg = (
                     f"another order held stage {stage.stage_id} ({stage.state}) for {deadline.seconds:g} s; "
                     "nothing changed, call again later"

@@ -37,12 +37,16 @@ async def pause(stages: Sequence[Stage], mode: PauseMode, deadline: Deadline, to
     Raises:
         DeadlineError, PauseError: the pause did not complete; the stage is PAUSE_FAILED, its scheduler closed.
     """
-    waiting = [stage for stage in stages if not _already(stage, mode)]
+    token.check()
+    joining = [stage for stage in stages if (stage.pause_state, stage.pause_mode) == (PauseState.PAUSING, mode)]
+    waiting = [stage for stage in stages if stage not in joining and not _already(stage, mode)]
     for stage in waiting:
         stage.pause_epoch += 1
         stage.set_pause(PauseState.PAUSING, mode, reason=f"pause {mode}")
     results = await asyncio.gather(
-        *(_pause_stage(stage, mode, deadline, token) for stage in waiting), return_exceptions=True
+        *(_pause_stage(stage, mode, deadline, token) for stage in waiting),
+        *(_join_pause(stage, mode, deadline, token) for stage in joining),
+        return_exceptions=True,
     )
     for result in results:
         if isinstance(result, BaseException):
@@ -51,6 +55,13 @@ async def pause(stages: Sequence[Stage], mode: PauseMode, deadline: Deadline, to
 
 def _already(stage: Stage, mode: PauseMode) -> bool:
     return stage.pause_state == PauseState.PAUSED and stage.pause_mode == mode
+
+
+async def _join_pause(stage: Stage, mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
+    """Someone else pauses the stage in the same way: two equal pauses are one."""
+    ended = await stage.changed.until(lambda: stage.pause_state != PauseState.PAUSING, deadline, token)
+    if not ended or not _already(stage, mode):
+        raise _pause_failed(stage, mode, DeadlineError("the pause that was in progress did not complete"))
 
 
 async def _pause_stage(stage: Stage, mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
@@ -72,7 +83,7 @@ async def _pause_stage(stage: Stage, mode: PauseMode, deadline: Deadline, token:
 async def _bring_to_rest(stage: Stage, mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
     if not _stops_scheduler(stage, mode):
         return  # a diffusion stage under abort or wait: only admission is paused (specification)
-    if not await acquire(stage.pause_lock, deadline):
+    if not await acquire(stage.pause_lock, deadline, token):
         msg = f"another pause or sleep held stage {stage.stage_id} for {deadline.seconds:g} s"
         raise DeadlineError(msg)
     try:

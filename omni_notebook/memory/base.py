@@ -214,8 +214,10 @@ class MemoryPool(Protocol):
         """Who refills a tag from its checkpoint, for pools that keep no copy of unmodified weights."""
         ...
 
-    def map_restore(self, tags: Collection[str] | None = None) -> tuple[MapReport, RestoreReport]:
-        """`map` and `restore` overlapped; on an error nothing is mapped."""
+    def map_restore(
+        self, tags: Collection[str] | None = None, *, cancelled: Callable[[], bool] = ...
+    ) -> tuple[MapReport, RestoreReport]:
+        """`map` and `restore` overlapped; on an error, or when `cancelled()` says so, nothing is mapped."""
         ...
 
     def commit_wake(self) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from omni_notebook.memory.arena import CHUNK
+from omni_notebook.memory.base import TransitionCancelledError
 from omni_notebook.memory.checksum import empty_sums, sum_bytes
 from omni_notebook.memory.lanes import never, run_lanes
 from omni_notebook.memory.spill import Spill, check_room
@@ -225,10 +226,13 @@ class Backuper:
         content.spill.write(chunk, data)
         content.held[chunk.index] = True
 
-    def bring_back(self, contents: Sequence[Content], *, populate: bool = False) -> int:
+    def bring_back(
+        self, contents: Sequence[Content], *, populate: bool = False, stop: Callable[[], bool] = never
+    ) -> int:
         """Read the spills into the contents' pages (made present on the way if `populate`); bytes copied.
 
         Raises:
+            TransitionCancelledError: `stop()` said so.
             BackupError: a spill was cut short.
             OSError: the disk failed, or memory is used up (`populate`).
         """
@@ -242,7 +246,9 @@ class Backuper:
                 spill.read(chunk, chunk.used)
 
         chunks = (chunk for segment in owner for chunk in segment.chunks())
-        run_lanes(chunks, work, lanes=self.lanes, lane_of=_stripe)
+        if not run_lanes(chunks, work, lanes=self.lanes, lane_of=_stripe, stop=stop):
+            msg = "the wake was cancelled; memory is as before it"
+            raise TransitionCancelledError(msg)
         backed = [content for content in contents if content.spill is not None]
         for content in backed:
             content.rearm()

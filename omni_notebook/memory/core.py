@@ -12,7 +12,7 @@ from omni_notebook.memory.arena import release_range
 from omni_notebook.memory.base import WEIGHTS, TransitionOrderError
 from omni_notebook.memory.books import Books
 from omni_notebook.memory.content import Backuper
-from omni_notebook.memory.lanes import default_lanes, run_lanes
+from omni_notebook.memory.lanes import default_lanes, never, run_lanes
 from omni_notebook.memory.records import ChecksumRecords
 from omni_notebook.memory.residency import has_pagemap_scan, resident_bytes
 from omni_notebook.memory.writeahead import WriteAhead
@@ -59,9 +59,9 @@ class Core:
         able = self.prefer_checkpoint and self.restorer is not None
         return able and tag.name == WEIGHTS and self.records.has(tag)
 
-    def populate(self, chunks: Iterable[Chunk]) -> None:
-        """Make the chunks' pages physically there."""
-        run_lanes(chunks, lambda chunk: chunk.populate(), lanes=self.lanes)
+    def populate(self, chunks: Iterable[Chunk], stop: Callable[[], bool] = never) -> bool:
+        """Make the chunks' pages physically there; False if `stop()` ended it early."""
+        return run_lanes(chunks, lambda chunk: chunk.populate(), lanes=self.lanes, stop=stop)
 
     def host_backup_bytes(self) -> int:
         """Bytes that backups take now: blocks of the spill files, and kept tensors on the host."""

@@ -14,6 +14,7 @@ from omni_notebook.memory.base import KV_CACHE, WEIGHTS, TagInfo, TransitionOrde
 from omni_notebook.memory.books import Tag, TagState
 from omni_notebook.memory.core import Core
 from omni_notebook.memory.host import cpu_name, host_memory
+from omni_notebook.memory.lanes import never
 from omni_notebook.memory.sleeping import Sleeping
 from omni_notebook.memory.tracking import Tracking, make_tracker
 from omni_notebook.memory.waking import Waking
@@ -266,16 +267,19 @@ class CpuPool:
         with self._lock:
             return self._waking.restore(tags)
 
-    def map_restore(self, tags: Collection[str] | None = None) -> tuple[MapReport, RestoreReport]:
+    def map_restore(
+        self, tags: Collection[str] | None = None, *, cancelled: Callable[[], bool] = never
+    ) -> tuple[MapReport, RestoreReport]:
         """`map` and `restore` in one pass: each chunk is filled while its fresh pages are still in the cache.
 
         `map_ms` is the pass; `copy_ms` only what came after it. On an error nothing is mapped.
 
         Raises:
             TransitionOrderError, OutOfMemoryError, BackupError: as `map` and `restore`.
+            TransitionCancelledError: `cancelled()` said so; nothing is mapped.
         """
         with self._lock:
-            return self._waking.map_restore(tags)
+            return self._waking.map_restore(tags, lambda: self._core.closing.is_set() or cancelled())
 
     def commit_wake(self) -> None:
         """The mapped tags are awake; their spills stay for the next sleep.

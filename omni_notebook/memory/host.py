@@ -36,6 +36,12 @@ def process_memory(pid: int | None = None) -> ProcessMemory:
     return ProcessMemory(rss_bytes=fields["Rss"], private_bytes=sum(fields.get(key, 0) for key in private))
 
 
+def rss_bytes() -> int:
+    """This process's resident memory in microseconds, off by a few hundred KiB at most; `process_memory` is exact."""
+    with Path("/proc/self/statm").open(encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _pairs(text: str) -> Iterator[tuple[str, str, str]]:
     return (line.partition(":") for line in text.splitlines())
 

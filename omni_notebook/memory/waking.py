@@ -7,7 +7,13 @@ import time
 from typing import TYPE_CHECKING
 
 from omni_notebook.memory.arena import no_memory
-from omni_notebook.memory.base import BackupError, MapReport, RestoreReport, TransitionOrderError
+from omni_notebook.memory.base import (
+    BackupError,
+    MapReport,
+    RestoreReport,
+    TransitionCancelledError,
+    TransitionOrderError,
+)
 from omni_notebook.memory.books import TagState
 from omni_notebook.memory.core import release
 
@@ -72,15 +78,17 @@ class Waking:
         tag.restored = True
         return copied
 
-    def map_restore(self, names: Collection[str] | None) -> tuple[MapReport, RestoreReport]:
+    def map_restore(self, names: Collection[str] | None, stop: Callable[[], bool]) -> tuple[MapReport, RestoreReport]:
         """See `CpuPool.map_restore`."""
         chosen = self._core.books.select(names, TagState.ASLEEP, "map_restore")
         spilled = _spilled(chosen)
         inside = {content.segment for content in spilled}
 
         def fill(chunks: list[Chunk]) -> None:
-            self._core.backuper.bring_back(spilled, populate=True)
-            self._core.populate(chunk for chunk in chunks if chunk.segment not in inside)
+            self._core.backuper.bring_back(spilled, populate=True, stop=stop)
+            if not self._core.populate((chunk for chunk in chunks if chunk.segment not in inside), stop):
+                msg = "the wake was cancelled; memory is as before it"
+                raise TransitionCancelledError(msg)
 
         mapped = self._map(chosen, fill)
         copied = sum(content.segment.used_bytes for content in spilled)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from omni_notebook.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -112,11 +112,13 @@ def check_fits(module: nn.Module, folder: str | Path, slices: Slices | None = No
         _check_shape(file, name, _sliced_shape(file, name, shape, parts.get(name)), tuple(target.shape))
 
 
-def load_into(module: nn.Module, folder: str | Path, slices: Slices | None = None) -> None:
+def load_into(
+    module: nn.Module, folder: str | Path, slices: Slices | None = None, *, between: Callable[[], None] | None = None
+) -> None:
     """Copy a checkpoint into the module's existing parameters and buffers, converting types; addresses stay.
 
     Names, shapes and file sizes are checked before anything is written: ConfigError then means an untouched module.
-    slices: see `check_fits`; only these parts of the file are read.
+    slices: see `check_fits`; only these parts of the file are read. between: called before each tensor; may raise.
     """
     check_fits(module, folder, slices)
     parts = _parts(module) if slices is None else slices
@@ -127,6 +129,8 @@ def load_into(module: nn.Module, folder: str | Path, slices: Slices | None = Non
             raise ConfigError(msg)
     with torch.no_grad():
         for name, tensor in iter_tensors(folder, targets.keys(), parts):
+            if between is not None:
+                between()
             targets[name].copy_(tensor)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omni_notebook.protocol import RequestState
 from omni_notebook.stages.requests import StageOutput
 from omni_notebook.stages.scheduler import Batch
-from omni_notebook.worker.batches import DiffusionBatch, ImageAnswer, ImageStep
+from omni_notebook.worker.batches import BATCH_PREFIX, DiffusionBatch, ImageAnswer, ImageStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +138,7 @@ def _kind(request: StageRequest) -> tuple[Any, ...]:
 def _payload(requests: Sequence[StageRequest]) -> DiffusionBatch:
     first = requests[0].params
     return DiffusionBatch(
-        batch_id=f"batch-{requests[0].request_id}-{requests[0].arrived_s}",
+        batch_id=f"{BATCH_PREFIX}{requests[0].request_id}-{requests[0].arrived_s}",
         images=tuple(ImageStep(plan_ids=r.payload.plan_ids, hidden=r.payload.hidden, seed=r.seed) for r in requests),
         num_inference_steps=first.num_inference_steps,
         guidance_scale=first.guidance_scale,

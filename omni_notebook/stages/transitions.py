@@ -115,7 +115,7 @@ async def _fall_asleep(stage: Stage, task: SleepTask, mode: PauseMode | None, co
 
 
 async def _come_to_rest(stage: Stage, mode: PauseMode, context: Context) -> None:
-    if not await acquire(stage.pause_lock, context.deadline):
+    if not await acquire(stage.pause_lock, context.deadline, context.token):
         msg = f"stage {stage.stage_id}: a pause was in progress for {context.deadline.seconds:g} s"
         raise DeadlineError(msg)
     try:

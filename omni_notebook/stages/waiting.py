@@ -78,9 +78,9 @@ class Signal:
         """
         if token is not None:
             token.on_cancel(self.notify)
+        if token is not None:
+            token.check()
         while not predicate():
-            if token is not None:
-                token.check()
             left_s = deadline.left_s()
             if left_s == 0.0:
                 return False
@@ -88,17 +88,23 @@ class Signal:
             self._waiters[waiter] = None
             await asyncio.wait({waiter}, timeout=left_s)
             self._waiters.pop(waiter, None)
+            if token is not None:
+                token.check()
         return True
 
 
-async def acquire(lock: asyncio.Lock, deadline: Deadline) -> bool:
-    """Whether the lock was taken before the deadline."""
-    if not lock.locked():
-        await lock.acquire()
-        return True
+async def acquire(lock: asyncio.Lock, deadline: Deadline, token: CancelToken) -> bool:
+    """Whether the lock was taken before the deadline.
+
+    Raises:
+        OrderCancelled: `token` was cancelled while it waited; the lock is not held.
+    """
     try:
         async with asyncio.timeout(deadline.left_s()):
             await lock.acquire()
     except TimeoutError:
         return False
+    if token.cancelled:
+        lock.release()
+        raise OrderCancelled
     return True

@@ -9,7 +9,7 @@ from omni_notebook.protocol import MemoryState, PauseMode
 from omni_notebook.stages.quiesce import quiesce
 from omni_notebook.stages.stage import first_error
 from omni_notebook.stages.transitions import SLEEP, Context
-from omni_notebook.stages.waiting import Deadline
+from omni_notebook.stages.waiting import Deadline, OrderCancelled
 
 if TYPE_CHECKING:
     from omni_notebook.stages.stage import Stage
@@ -64,7 +64,11 @@ async def restart(stage: Stage, context: Context) -> None:
     failed = stage.state == MemoryState.FAILED
     stage.close("restart")
     patience = Deadline(min(FAILED_PATIENCE_S, context.deadline.left_s())) if failed else context.deadline
-    at_rest = await stage.changed.until(lambda: stage.at_rest, patience, context.token)
+    try:
+        at_rest = await stage.changed.until(lambda: stage.at_rest, patience, context.token)
+    except OrderCancelled:
+        stage.reopen("restart")
+        raise
     if not at_rest and not failed and stage.config.executor_name == "uni":
         stage.reopen("restart")
         msg = f"stage {stage.stage_id} was not restarted: its running batch had not ended; abort it or wait longer"

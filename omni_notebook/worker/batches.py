@@ -8,6 +8,9 @@ import msgspec
 
 from omni_notebook.errors import OmniError
 
+BATCH_PREFIX = "batch-"
+"""What tells a batch's id from an order's."""
+
 
 class BatchCancelledError(OmniError):
     """A batch stopped between two steps because all its requests were aborted."""

@@ -43,9 +43,9 @@ class ModelRunner:
         """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
         check_fits(self._model, folder)
 
-    def load_weights(self, folder: Path) -> None:
-        """Fill the parameters in place."""
-        load_into(self._model, folder)
+    def load_weights(self, folder: Path, between: Callable[[], None] | None = None) -> None:
+        """Fill the parameters in place; `between` is called before each tensor and may raise."""
+        load_into(self._model, folder, between=between)
 
     def reset_buffers(self) -> None:
         """Recompute what no checkpoint has."""

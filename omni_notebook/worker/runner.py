@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
@@ -25,7 +25,7 @@ class Runner(Protocol):
         """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
         ...
 
-    def load_weights(self, folder: Path) -> None:
+    def load_weights(self, folder: Path, between: Callable[[], None] | None = None) -> None:
         """Fill parameters from a checkpoint folder, in place.
 
         Raises:

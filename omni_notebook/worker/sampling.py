@@ -29,7 +29,8 @@ def pick_token(logits: torch.Tensor, step: SequenceStep, allowed: Sequence[int] 
         scores = scores + mask
     if step.temperature == 0.0:
         return int(scores.argmax())
-    probabilities = _cut(torch.softmax(scores / step.temperature, dim=-1), step.top_p, step.top_k)
+    scores = (scores - scores.max()) / step.temperature  # at most 0: no overflow, however small the temperature
+    probabilities = _cut(torch.softmax(scores, dim=-1), step.top_p, step.top_k)
     position = step.start + len(step.token_ids)
     generator = torch.Generator().manual_seed((step.seed * _MIX + position * 2 + 1) & _MASK)
     return int(torch.multinomial(probabilities.cpu(), 1, generator=generator))

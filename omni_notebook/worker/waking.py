@@ -58,13 +58,17 @@ class WakeOrders:
         """
         started_s = time.perf_counter()
         sleeping = self._sleeping_tags(task)
-        mapped, restored = self._rank.pool.map_restore(sleeping) if sleeping else _NOTHING
+        mapped, restored = self._map_restore(task, sleeping) if sleeping else _NOTHING
         try:
             self._waking = self._refill(task, started_s, mapped, restored)
         except BaseException:
             self._rank.pool.abort_wake()
             raise
         return self._waking.outlook
+
+    def _map_restore(self, task: WakeTask, tags: tuple[str, ...]) -> tuple[MapReport, RestoreReport]:
+        cancelled = self._rank.cancelled
+        return self._rank.pool.map_restore(tags, cancelled=lambda: task.task_id in cancelled)
 
     def _refill(self, task: WakeTask, started_s: float, mapped: MapReport, restored: RestoreReport) -> _Waking:
         self._stop_if_cancelled(task.task_id)
@@ -105,7 +109,7 @@ class WakeOrders:
                 ),
             )
         started_s = time.perf_counter()
-        self._rank.weights.reload()
+        self._rank.weights.reload(lambda: self._stop_if_cancelled(task.task_id))
         reload_ms = ms_since(started_s)
         started_s = time.perf_counter()
         self._rank.weights.verify()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import NeedsWeightsError, OmniError
+from omni_notebook.errors import ConfigError, NeedsWeightsError, OmniError
 from omni_notebook.memory.base import WEIGHTS
+from omni_notebook.models.loaders import checkpoint_files
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.worker.runner import Runner
 
 DIGEST_CHARS = 10
+Fingerprint = tuple[tuple[str, int, int], ...]
 
 
 class WeightsMismatchError(OmniError):
@@ -32,6 +35,7 @@ class Weights:
         self._runner = runner
         self._pool = pool
         self._source: Path | None = None
+        self._files: Fingerprint = ()
         self.version = ""
         self.valid = False
         self.lost = False
@@ -47,11 +51,14 @@ class Weights:
         self._runner.load_weights(folder)
         digest = self._pool.record_checksum(WEIGHTS)
         self._source = folder.resolve()
+        self._files = _fingerprint(self._source)
         self.version = version or digest[:DIGEST_CHARS]
         self.valid, self.lost = True, False
 
-    def reload(self) -> None:
+    def reload(self, between: Callable[[], None] | None = None) -> None:
         """Load the last checkpoint again into mapped memory; `verify` tells whether it is the same.
+
+        `between` is called before each tensor and may raise, which ends the reload.
 
         Raises:
             NeedsWeightsError: there is no path to load from.
@@ -61,7 +68,7 @@ class Weights:
             msg = "no checkpoint path reproduces these weights; call load_weights(stage_id, source)"
             raise NeedsWeightsError(msg)
         self._runner.check_weights(self._source)
-        self._runner.load_weights(self._source)
+        self._runner.load_weights(self._source, between)
 
     def verify(self) -> None:
         """Compare with the checksum taken at load.
@@ -82,6 +89,16 @@ class Weights:
             return "the weights came from no checkpoint path"
         if modified:
             return f"the weights were changed in memory since {self._source} was loaded"
-        if not self._source.is_dir():
-            return f"the checkpoint {self._source} is gone"
+        try:
+            self._runner.check_weights(self._source)
+        except ConfigError as error:
+            return f"the checkpoint can not be loaded any more ({error})"
+        if _fingerprint(self._source) != self._files:
+            return f"the files of {self._source} were changed since they were loaded"
         return None
+
+
+def _fingerprint(folder: Path) -> Fingerprint:
+    """Each file's name, size and time of change (ns): cheap, and different once someone has written to it."""
+    stats = [(path.name, path.stat()) for path in checkpoint_files(folder)]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import WEIGHTS
-from omni_notebook.memory.host import process_memory
+from omni_notebook.memory.host import rss_bytes
 from omni_notebook.memory.platforms import create_pool
 from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
-from omni_notebook.worker.batches import BatchCancelledError
+from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError
 from omni_notebook.worker.control import Control
 from omni_notebook.worker.group import RankGroup
 from omni_notebook.worker.rank import Rank
@@ -180,8 +180,10 @@ class Worker:
 
     def cancel(self, task_id: str) -> None:
         """Stop an order that has not committed, or a batch that nobody waits for; returns at once."""
-        self._control.cancel(task_id)
-        self._runner.cancel(task_id)
+        if task_id.startswith(BATCH_PREFIX):
+            self._runner.cancel(task_id)
+        else:
+            self._control.cancel(task_id)
 
     def memory(self) -> RankStatus:
         """This rank's memory, measured now."""
@@ -193,5 +195,5 @@ class Worker:
             alive=True,
             tags=dict(self._pool.memory()),
             host_backup_bytes=self._pool.host_backup_bytes(),
-            process_bytes=process_memory().rss_bytes,
+            process_bytes=rss_bytes(),
         )

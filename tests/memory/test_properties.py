@@ -27,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, tracking, seed):
         self.folder = tempfile.TemporaryDirectory()
         self.pool = CpuPool(self.folder.name, tracking=tracking)
-        self.tensors, self.model, self.state, self.level = {}, {}, {}, {}
+        self.tensors, self.model, self.state, self.level, self.before = {}, {}, {}, {}, {}
         for tag, size in SIZES.items():
             self.tensors[tag] = self.pool.empty((size,), torch.uint8, tag, recomputable=tag in RECOMPUTABLE)
             self.model[tag] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
@@ -120,7 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
         lost = [tag for tag in names if self.level[tag] == 2 and tag not in RECOMPUTABLE]
         assert sorted(restored.needs_reload) == lost
         self.state.update(dict.fromkeys(names, "restored"))
-        self.before = {tag: self.model[tag].copy() for tag in self.having("restored")}
+        self.before.update({tag: self.model[tag].copy() for tag in names})  # later writes go with an aborted wake
 
     @precondition(lambda self: self.having("restored"))
     @rule()
@@ -128,7 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.abort_wake()
         for tag in self.having("restored"):
             self.state[tag] = "asleep"
-            self.model[tag] = self.before.get(tag, self.model[tag])
+            self.model[tag] = self.before[tag]
 
     @precondition(lambda self: self.having("restored"))
     @rule()

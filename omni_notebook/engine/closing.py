@@ -1,0 +1,56 @@
+"""Ending an engine: asked for, dropped, or at the interpreter's exit; once, and never by blocking its own threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omni_notebook.engine.core import Core
+    from omni_notebook.engine.loop import EngineLoop
+
+SHUTDOWN_S = 10.0
+
+
+class Closer:
+    """Ends one engine on a thread of its own, so that a Ctrl-C in the caller does not stop it half way."""
+
+    def __init__(self, core: Core, loop: EngineLoop) -> None:
+        self._core = core
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """End the engine and wait for it; every caller waits, whoever came first."""
+        thread = self._begin()
+        if thread is not None and not self._loop.here:
+            thread.join(2 * SHUTDOWN_S)
+
+    def collected(self) -> None:
+        """The engine was dropped, or the interpreter exits: the main thread waits, others must not be held up."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:
+            self._begin()
+
+    def _begin(self) -> threading.Thread | None:
+        if os.getpid() != self._pid:  # a forked child has no engine: its threads stayed in the parent
+            return None
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._end, name="omni-shutdown", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # too late in the interpreter's exit for a new thread
+                    self._end()
+                    return None
+            return self._thread
+
+    def _end(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._loop.submit(self._core.shutdown()).result(SHUTDOWN_S)
+        self._loop.stop(SHUTDOWN_S)

@@ -72,6 +72,9 @@ class Engine(Protocol):
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run a coroutine on the engine's loop, from any thread."""
 
+    def logs(self, stage_id: int, rank: int = 0, replica: int = 0) -> list[str]:
+        """The last lines that a rank's process wrote."""
+
     def status(self) -> EngineStatus:
         """A snapshot."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_notebook.verbs.parsing import VERB, VerbParser, add_out
+from omni_notebook.errors import ArgumentError
+from omni_notebook.verbs.parsing import STAGE, VERB, VerbParser, add_out, stages
 from omni_notebook.verbs.registry import find, parser_for, summary, takes_cell, verb, verbs
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import EngineStatus
     from omni_notebook.verbs.session import Session
 
+LOG_LINES = 50
 NOTHING_RUNS = "no engine is running; %omni start starts the demo pipeline, %omni help lists the verbs\n"
 
 
@@ -38,6 +40,36 @@ class Status:
         status = session.engine.status()
         session.store(args.out, status)
         return status
+
+
+@verb
+class Logs:
+    """Show the last lines that a rank's process wrote.
+
+    Ranks in this process (executor uni) write where the notebook's own output goes and have none here.
+
+    Example: %omni logs 1 --rank 0
+    """
+
+    name = "logs"
+    python = "engine.logs(1, rank=0)"
+
+    def prepare_parser(self, parser: VerbParser) -> None:
+        """Whose lines, and how many."""
+        parser.add_argument("stage", type=stages, metavar=STAGE, help="id or name of the stage")
+        parser.add_argument("--rank", type=int, default=0, help="rank within its replica (default 0)")
+        parser.add_argument("--replica", type=int, default=0, help="replica of the stage (default 0)")
+        parser.add_argument("--lines", type=int, default=LOG_LINES, help=f"at most so many (default {LOG_LINES})")
+
+    def run(self, session: Session, args: argparse.Namespace) -> None:
+        """Write them."""
+        picked = session.stage_ids([args.stage])
+        if picked is None or len(picked) != 1:
+            msg = "omni logs takes one stage; nothing was changed"
+            raise ArgumentError(msg)
+        lines = session.engine.logs(picked[0], args.rank, args.replica)[-max(args.lines, 1) :]
+        where = f"stage {picked[0]} · rank {args.rank} · replica {args.replica}"
+        session.frontend.write("\n".join(lines or [f"{where} has written nothing"]) + "\n")
 
 
 @verb

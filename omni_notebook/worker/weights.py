@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from omni_notebook.errors import NeedsWeightsError, OmniError
 from omni_notebook.memory.base import WEIGHTS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.worker.runner import Runner
 
@@ -22,16 +23,27 @@ class WeightsMismatchError(OmniError):
     error_code = "CHECKSUM"
 
 
+class _Known(msgspec.Struct, frozen=True):
+    """Where weights came from, what they are called, and the checksum of all of them."""
+
+    source: Path | None
+    version: str
+    digest: str
+
+
 class Weights:
     """The books about one rank's weights.
 
     `valid`: the mapped weights are whole. `lost`: a sleep discarded contents that no path reproduces.
+    `digest`: the checksum of `source` as it was when it was loaded.
     """
 
     def __init__(self, runner: Runner, pool: MemoryPool) -> None:
         self._runner = runner
         self._pool = pool
-        self._source: Path | None = None
+        self._known = _Known(None, "", "")
+        self._before: _Known | None = None
+        self._recorded = False
         self.version = ""
         self.valid = False
         self.lost = False
@@ -43,12 +55,22 @@ class Weights:
             ConfigError: the checkpoint does not fit; raised before a parameter is touched.
         """
         self._runner.check_weights(folder)
-        self.valid = False
+        before, self._before = msgspec.structs.replace(self._known, version=self.version), None
+        self.valid = self._recorded = False
         self._runner.load_weights(folder)
         digest = self._pool.record_checksum(WEIGHTS)
-        self._source = folder.resolve()
         self.version = version or digest[:DIGEST_CHARS]
-        self.valid, self.lost = True, False
+        self._known, self._before = _Known(folder.resolve(), self.version, digest), before
+        self.valid = self._recorded = True
+        self.lost = False
+
+    def revoke(self) -> None:
+        """Void the weights, because another rank could not load its part of them; a `reload` takes those before."""
+        if self._before is not None:
+            self._known, self._before = self._before, None
+            self.version = self._known.version
+            self._recorded = False
+        self.valid = False
 
     def reload(self) -> None:
         """Load the last checkpoint again into mapped memory; `verify` tells whether it is the same.
@@ -57,11 +79,11 @@ class Weights:
             NeedsWeightsError: there is no path to load from.
             ConfigError: the checkpoint is gone or does not fit.
         """
-        if self._source is None:
+        if self._known.source is None:
             msg = "no checkpoint path reproduces these weights; call load_weights(stage_id, source)"
             raise NeedsWeightsError(msg)
-        self._runner.check_weights(self._source)
-        self._runner.load_weights(self._source)
+        self._runner.check_weights(self._known.source)
+        self._runner.load_weights(self._known.source)
 
     def verify(self) -> None:
         """Compare with the checksum taken at load.
@@ -69,19 +91,27 @@ class Weights:
         Raises:
             WeightsMismatchError: the contents differ.
         """
-        if not self._pool.verify_checksum(WEIGHTS):
+        if not self._as_loaded():
             msg = (
-                f"the checkpoint {self._source} is not the one that was loaded (its checksum differs); put the old "
-                "file back and wake again, or call wake_up(reload=False) and load_weights(stage_id, source) to take it"
+                f"the checkpoint {self._known.source} is not the one that was loaded (its checksum differs); put the "
+                "old file back and wake again, or call wake_up(reload=False) and load_weights(stage_id, source) to "
+                "take it"
             )
             raise WeightsMismatchError(msg)
 
+    def _as_loaded(self) -> bool:
+        if self._recorded:
+            return self._pool.verify_checksum(WEIGHTS)
+        self._recorded = self._pool.record_checksum(WEIGHTS) == self._known.digest  # the pool's record is of others
+        return self._recorded
+
     def why_unrecoverable(self, *, modified: bool) -> str | None:
         """Why a level 2 could not be undone, or None if it can."""
-        if self._source is None:
+        source = self._known.source
+        if source is None:
             return "the weights came from no checkpoint path"
         if modified:
-            return f"the weights were changed in memory since {self._source} was loaded"
-        if not self._source.is_dir():
-            return f"the checkpoint {self._source} is gone"
+            return f"the weights were changed in memory since {source} was loaded"
+        if not source.is_dir():
+            return f"the checkpoint {source} is gone"
         return None

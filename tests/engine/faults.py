@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import SleepError, WakeError
-from tests.engine.engine_helpers import rank_fault
+from tests.engine.engine_helpers import collect, golden, rank_fault
 
 if TYPE_CHECKING:
     from omni_notebook.engine.async_omni import AsyncOmni
@@ -26,7 +27,7 @@ CULPRIT = (1, 1)
 """The rank that fails: (replica, rank)."""
 TIMEOUT_S = 1.0
 LATEST_S = TIMEOUT_S + 12.0
-"""A hung rank is answered for this soon: the order's deadline, a few seconds to finish or to take back, a busy machine."""
+"""A hung rank is answered for this soon: the order's deadline, a few to finish or take back, a busy machine."""
 
 _RANGE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 _segments: dict[int, list[tuple[int, int]]] = {}
@@ -143,15 +144,9 @@ async def learn(engine: AsyncOmni) -> None:
             if all(pid in _segments for pid in pids):
                 continue
             asked = replica.executor.call("segments", timeout_s=20.0)
-            for pid, answer in zip(pids, await _on_loop(engine, asked), strict=True):
+            for pid, answer in zip(pids, await asyncio.wrap_future(engine.submit(asked)), strict=True):
                 assert pid is not None
                 _segments[pid] = [(start, start + n_bytes) for _tag, start, n_bytes in answer.unwrap()]
-
-
-async def _on_loop(engine: AsyncOmni, coroutine: Any) -> Any:
-    import asyncio  # noqa: PLC0415  (only here)
-
-    return await asyncio.wrap_future(engine.submit(coroutine))
 
 
 def resident_outside(pid: int) -> int:
@@ -191,3 +186,35 @@ def places(acks: list[OmniACK]) -> list[tuple[int, int]]:
 def culprits_ack(acks: list[OmniACK]) -> OmniACK:
     """The ACK of the rank that failed."""
     return next(ack for ack in acks if (ack.metadata["replica"], ack.rank) == CULPRIT)
+
+
+# ------------------------------------------------------------------------------------ what must hold
+
+goldens: dict[int, tuple[list[int], bytes]] = {}
+"""The output of each engine, by its id, from before anything happened to it."""
+
+
+def state_of(engine: AsyncOmni, stage_id: int = STAGE) -> str:
+    """A stage's memory state."""
+    return str(engine.status().stages[stage_id].state)
+
+
+def pid_of(engine: AsyncOmni, place: tuple[int, int] = CULPRIT, stage_id: int = STAGE) -> int:
+    """A rank's process."""
+    pid = engine.status().stages[stage_id].ranks[PLACES.index(place)].pid
+    assert pid is not None
+    return pid
+
+
+async def serves(engine: AsyncOmni) -> None:
+    """The other stage answers."""
+    assert (await asyncio.wait_for(collect(engine, output_modalities="text"), 20))[-1].text
+
+
+async def brought_back(engine: AsyncOmni, stage_id: int = STAGE) -> None:
+    """`restart` gives the stage back with the output from before."""
+    await engine.restart(stage_id)
+    await learn(engine)
+    assert state_of(engine, stage_id) == "AWAKE"
+    assert residents(engine, stage_id) == spans(engine, stage_id)
+    assert await golden(engine) == goldens[id(engine)]

@@ -9,12 +9,10 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
-from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import OmniError, StageFailedError
-from tests.engine.engine_helpers import collect, golden, rank_fault, reset, slow, until
+from tests.engine.engine_helpers import collect, golden, rank_fault, slow, until
 from tests.engine.faults import (
     CULPRIT,
     FAULTS,
@@ -23,78 +21,28 @@ from tests.engine.faults import (
     STAGE,
     TIMEOUT_S,
     Fault,
+    brought_back,
     culprits_ack,
+    goldens,
     happens,
-    learn,
     outcome,
+    pid_of,
     places,
     residents,
+    serves,
     spans,
+    state_of,
 )
-from tests.engine.faulty_worker import PATIENCE
-from tests.executors.executor_helpers import fds, shared_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from omni_notebook.engine.async_omni import AsyncOmni
 
 AT_REST = {"AWAKE", "ASLEEP", "NEEDS_WEIGHTS", "FAILED"}
-_goldens: dict[int, tuple[list[int], bytes]] = {}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
-    """2 stages × 2 replicas × 2 ranks; nothing may be left of them at the end."""
-    spill = tmp_path_factory.mktemp("spill")
-    before = fds(), set(psutil.Process().children(recursive=True)), shared_files()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PATIENCE, "4")
-        with AsyncOmni("demo", tensor_parallel_size=2, num_replicas=2, spill_dir=str(spill)) as engine:
-            asyncio.run(learn(engine))
-            _goldens[id(engine)] = asyncio.run(golden(engine))
-            yield engine
-    left = fds() - before[0], set(psutil.Process().children(recursive=True)) - before[1]
-    assert left == (set(), set())
-    assert not [path for path in shared_files() - before[2] if "omni" in path or "torch" in path]
-    assert not list(spill.iterdir())
 
 
 @pytest.fixture
-def engine(shared: AsyncOmni) -> Iterator[AsyncOmni]:
-    """All AWAKE before; after the test eight ranks and no more files than before it."""
-    asyncio.run(_ready(shared))
-    before = len(fds())
-    yield shared
-    asyncio.run(_ready(shared))
-    assert len(psutil.Process().children()) == 2 * len(PLACES)
-    assert len(fds()) == before
-
-
-async def _ready(engine: AsyncOmni) -> None:
-    await reset(engine)
-    await learn(engine)
-
-
-def state_of(engine: AsyncOmni, stage_id: int = STAGE) -> str:
-    return str(engine.status().stages[stage_id].state)
-
-
-def pid_of(engine: AsyncOmni, place: tuple[int, int] = CULPRIT, stage_id: int = STAGE) -> int:
-    pid = engine.status().stages[stage_id].ranks[PLACES.index(place)].pid
-    assert pid is not None
-    return pid
-
-
-async def serves(engine: AsyncOmni) -> None:
-    """The other stage answers."""
-    assert (await asyncio.wait_for(collect(engine, output_modalities="text"), 20))[-1].text
-
-
-async def brought_back(engine: AsyncOmni) -> None:
-    """`restart` gives the stage back with the output from before."""
-    await engine.restart(STAGE)
-    assert state_of(engine) == "AWAKE"
-    assert await golden(engine) == _goldens[id(engine)]
+def engine(four: AsyncOmni) -> AsyncOmni:
+    return four
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
@@ -126,7 +74,7 @@ def test_a_rank_that_fails_is_named_and_the_stage_moves_as_one_or_not_at_all(eng
         assert residents(engine) == (before if fault.order == "sleep" else [0] * len(PLACES))
         if fault.order == "wake":
             assert all(ack.ok for ack in await engine.wake_up([STAGE]))
-        assert await golden(engine) == _goldens[id(engine)]
+        assert await golden(engine) == goldens[id(engine)]
 
     asyncio.run(run())
 
@@ -190,7 +138,7 @@ def test_a_rank_that_hangs_before_an_order_is_named_and_the_order_is_as_if_not_g
             os.kill(pid_of(engine), signal.SIGCONT)
         assert all(ack.ok for ack in await engine.sleep([STAGE]))
         await engine.wake_up([STAGE])
-        assert await golden(engine) == _goldens[id(engine)]
+        assert await golden(engine) == goldens[id(engine)]
 
     asyncio.run(run())
 
@@ -208,7 +156,7 @@ def test_a_rank_that_hangs_in_a_batch_ends_the_request_and_its_stage_restarts_so
         started = time.monotonic()
         await engine.restart(stage_id)
         assert time.monotonic() - started < 45
-        assert await golden(engine) == _goldens[id(engine)]
+        assert await golden(engine) == goldens[id(engine)]
 
     asyncio.run(run())
 
@@ -228,7 +176,7 @@ def test_two_callers_sleep_and_wake_one_stage_at_once_and_every_answer_is_whole(
             assert len({(ack.metadata["noop"], ack.task_id) for ack in acks}) == 1
         assert residents(engine) == (spans(engine) if state_of(engine) == "AWAKE" else [0] * 4)
         await engine.wake_up()
-        assert await golden(engine) == _goldens[id(engine)]
+        assert await golden(engine) == goldens[id(engine)]
 
     asyncio.run(run())
 
@@ -266,7 +214,7 @@ def test_an_order_over_four_ranks_cancelled_at_20_points_is_whole_or_not_at_all(
             assert state_of(engine) in {"AWAKE", "ASLEEP"}
             assert residents(engine) == (spans(engine) if state_of(engine) == "AWAKE" else [0] * 4)
             await engine.wake_up([STAGE])
-        assert await golden(engine) == _goldens[id(engine)]
+        assert await golden(engine) == goldens[id(engine)]
 
     asyncio.run(run())
 
@@ -286,21 +234,10 @@ def test_an_order_cancelled_while_a_rank_fails_its_commit_is_taken_back(engine: 
             await until(lambda: state_of(engine) in AT_REST)
         assert state_of(engine) == "AWAKE"
         assert residents(engine) == spans(engine)
-        assert await golden(engine) == _goldens[id(engine)]
+        assert await golden(engine) == goldens[id(engine)]
 
     asyncio.run(run())
 
 
 def slow_rank(engine: AsyncOmni, place: tuple[int, int], method: str, seconds: float):
     return rank_fault(engine, STAGE, place, method, seconds=seconds)
-
-
-def test_the_spill_folder_holds_no_name_while_ranks_sleep(engine: AsyncOmni, shared: AsyncOmni, tmp_path: Path) -> None:
-    async def run() -> None:
-        await engine.sleep(level=1)
-        folder = engine._core.stages[0].config.spill_dir
-        assert folder is not None
-        assert os.listdir(folder) == []
-        await engine.wake_up()
-
-    asyncio.run(run())

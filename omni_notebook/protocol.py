@@ -81,6 +81,11 @@ class RankId(msgspec.Struct, frozen=True, order=True):
     replica: int
     rank: int
 
+    @property
+    def title(self) -> str:
+        """`rank 1`; past a stage's first replica `rank 1 of replica 2`."""
+        return f"rank {self.rank} of replica {self.replica}" if self.replica else f"rank {self.rank}"
+
 
 class TagBytes(msgspec.Struct, frozen=True):
     """One tag's part of a sleep: bytes that left the device and where a copy of them is."""

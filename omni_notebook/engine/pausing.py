@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from omni_notebook.errors import DeadlineError, OmniError, PauseError
 from omni_notebook.protocol import PauseMode, PauseState
 from omni_notebook.stages.quiesce import quiesce
+from omni_notebook.stages.stage import raise_first
 from omni_notebook.stages.waiting import OrderCancelled, acquire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_notebook.stages.stage import Stage
-    from omni_notebook.stages.waiting import CancelToken, Deadline
+from omni_notebook.stages.waiting import CancelToken, Deadline
 
 PAUSE = "pause"
 
@@ -89,7 +90,7 @@ async def _bring_to_rest(stage: Stage, mode: PauseMode, deadline: Deadline, toke
     try:
         if mode == PauseMode.WAIT:
             stage.reopen(PAUSE)
-        await quiesce(stage, mode, PAUSE, deadline, token)
+        raise_first(await quiesce(stage, mode, PAUSE, deadline, token))
     finally:
         stage.pause_lock.release()
 

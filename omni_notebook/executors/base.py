@@ -36,11 +36,14 @@ class Executor(Protocol):
 
     ranks: tuple[RankId, ...]
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[RankAnswer]:
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, settle_s: float | None = None
+    ) -> list[RankAnswer]:
         """Call `method` on every rank and gather the answers, in rank order; never raises for a rank.
 
-        A rank that has not answered after `timeout_s` answers DeadlineError (its call goes on); a rank that is gone
-        answers WorkerDiedError at once; a method that the worker does not have answers UnsupportedError.
+        A rank that has not answered after `timeout_s` answers DeadlineError (its call goes on); so does one that has
+        not after `settle_s` since the first of the others answered with an error. A rank that is gone answers
+        WorkerDiedError at once; a method that the worker does not have answers UnsupportedError.
         """
         ...
 
@@ -76,7 +79,7 @@ class ExecutorFactory(Protocol):
 
 def silent(where: RankId, method: str, timeout_s: float) -> RankAnswer:
     """The answer that stands for a rank that has not answered in time."""
-    message = f"rank {where.rank} of stage {where.stage_id} did not answer {method!r} within {timeout_s:g} s"
+    message = f"{where.title} of stage {where.stage_id} did not answer {method!r} within {timeout_s:.3g} s"
     return RankAnswer(where, None, DeadlineError(message))
 
 

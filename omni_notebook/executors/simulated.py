@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,16 +61,24 @@ class SimulatedExecutor:
         self._closed = False
         self._ended = False
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[RankAnswer]:
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, settle_s: float | None = None
+    ) -> list[RankAnswer]:
         """See `Executor.call`."""
         if self._closed:
             return [RankAnswer(where, None, _closed(where)) for where in self.ranks]
+        began_s = self._loop.time()
         futures = [rank.order(method, args) for rank in self._ranks]
+        ends_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
         waiting = {future for future in futures if not future.done()}
-        if waiting:
-            await asyncio.wait(waiting, timeout=timeout_s)
+        while waiting and ends_s > (now_s := self._loop.time()):
+            if settle_s is not None and any(f.done() and f.result().error is not None for f in futures):
+                ends_s, settle_s = min(ends_s, now_s + settle_s), None
+            left_s = None if ends_s == math.inf else ends_s - now_s
+            when = asyncio.ALL_COMPLETED if settle_s is None else asyncio.FIRST_COMPLETED
+            _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=when)
         return [
-            future.result() if future.done() else silent(where, method, timeout_s or 0.0)
+            future.result() if future.done() else silent(where, method, self._loop.time() - began_s)
             for where, future in zip(self.ranks, futures, strict=True)
         ]
 
@@ -194,7 +203,7 @@ class _Rank:
         if self.error is not None:
             return
         where = self.where
-        message = f"rank {where.rank} of stage {where.stage_id} was killed; call restart({where.stage_id})"
+        message = f"{where.title} of stage {where.stage_id} was killed; call restart({where.stage_id})"
         self.error = WorkerDiedError(message, stage_id=where.stage_id, rank=where.rank)
         orders, self._orders = self._orders, {}
         for answer, task in orders.items():

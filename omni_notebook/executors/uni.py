@@ -80,7 +80,13 @@ class UniExecutor:
             call.run(self._worker)
         self._worker.shutdown()
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[RankAnswer]:
+    async def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        settle_s: float | None = None,  # noqa: ARG002  (there are no others)
+    ) -> list[RankAnswer]:
         """See `Executor.call`."""
         where = self.ranks[0]
         call = _Call(method, args)

@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING
 
 from omni_notebook.errors import DeadlineError
 from omni_notebook.protocol import PauseMode
-from omni_notebook.stages.stage import first_error
 
 if TYPE_CHECKING:
+    from omni_notebook.executors.base import RankAnswer
     from omni_notebook.stages.stage import Stage
     from omni_notebook.stages.waiting import CancelToken, Deadline
 
 
-async def quiesce(stage: Stage, mode: PauseMode, reason: str, deadline: Deadline, token: CancelToken) -> None:
+async def quiesce(
+    stage: Stage, mode: PauseMode, reason: str, deadline: Deadline, token: CancelToken
+) -> list[RankAnswer]:
     """Close every replica's scheduler for `reason` and wait until nothing is on a device.
 
     keep: the running batch ends and is delivered, the rest stays. wait: running, queued and in-transit requests end
     first. abort: queued requests get a terminal ABORTED output, the running batch ends and its result is dropped.
+    Returns every rank's answer to the barrier; where one is an error the stage is not at rest.
 
     Raises:
         DeadlineError: not at rest in time; the scheduler stays closed (keep, abort).
@@ -33,9 +36,7 @@ async def quiesce(stage: Stage, mode: PauseMode, reason: str, deadline: Deadline
     stage.close(reason)
     if not await stage.changed.until(lambda: stage.at_rest, deadline, token):
         raise DeadlineError(_too_long(stage, "its running batch had not ended", deadline))
-    error = first_error(await stage.call_all("barrier", timeout_s=deadline.left_s()))
-    if error is not None:
-        raise error
+    return await stage.call_all("barrier", timeout_s=deadline.left_s())
 
 
 def _too_long(stage: Stage, what: str, deadline: Deadline) -> str:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from omni_notebook.stages.waiting import Signal
 
 
+SETTLE_S = 5.0
+"""Once a rank has failed in a batch the others fail at once: one that has said nothing for this long hangs."""
+
+
 class Replica:
     """Runs batches while no one has closed it.
 
@@ -112,7 +116,7 @@ class Replica:
         self._executing = True
         version = self._weight_version()
         try:
-            answers = await self.executor.call("execute", batch.payload)
+            answers = await self.executor.call("execute", batch.payload, settle_s=SETTLE_S)
             errors = [a.error for a in answers if a.error is not None]
             if errors:
                 self._fail(batch, errors)

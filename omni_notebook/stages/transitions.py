@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_notebook.errors import DeadlineError, OmniError
+from omni_notebook.errors import DeadlineError, OmniError, WorkerDiedError
 from omni_notebook.memory.base import TransitionCancelledError
 from omni_notebook.protocol import MemoryState, OmniACK, PauseMode, SleepTask, WakeTask
 from omni_notebook.stages.quiesce import quiesce
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from omni_notebook.worker.reports import WakeOutlook
 
 SLEEP = "sleep"
-GRACE_S = 30.0
+GRACE_S = 5.0
 """A step that must not be left half done may outlast the order's deadline by this much."""
 ABORT_S = 5.0
 """A rank that does not answer an abort within this is given up: the stage has FAILED."""
@@ -102,10 +102,13 @@ async def _fall_asleep(stage: Stage, task: SleepTask, mode: PauseMode | None, co
     context.token.on_cancel(lambda: stage.cancel_order(task.task_id))
     started_s = time.perf_counter()
     try:
-        await _come_to_rest(stage, mode or PauseMode.KEEP, context)
+        answers = await _come_to_rest(stage, mode or PauseMode.KEEP, context)
     except (OmniError, OrderCancelled) as error:
         before.back(stage, f"sleep did not begin: {error}")
         return _all_errors(stage, task.task_id, _plain(error, "sleep"))
+    if first_error(answers) is not None:
+        before.back(stage, f"sleep did not begin: {first_error(answers)}")
+        return _rolled_back(stage, task.task_id, answers)
     task = msgspec.structs.replace(task, quiesce_ms=(time.perf_counter() - started_s) * 1000)
     answers = await stage.call_all("prepare_sleep", task, timeout_s=context.deadline.left_s())
     culprit = _why_not(answers, context, "sleep")
@@ -114,12 +117,12 @@ async def _fall_asleep(stage: Stage, task: SleepTask, mode: PauseMode | None, co
     return await _commit_sleep(stage, task, before, context)
 
 
-async def _come_to_rest(stage: Stage, mode: PauseMode, context: Context) -> None:
+async def _come_to_rest(stage: Stage, mode: PauseMode, context: Context) -> list[RankAnswer]:
     if not await acquire(stage.pause_lock, context.deadline, context.token):
         msg = f"stage {stage.stage_id}: a pause was in progress for {context.deadline.seconds:g} s"
         raise DeadlineError(msg)
     try:
-        await quiesce(stage, mode, SLEEP, context.deadline, context.token)
+        return await quiesce(stage, mode, SLEEP, context.deadline, context.token)
     finally:
         stage.pause_lock.release()
 
@@ -127,7 +130,7 @@ async def _come_to_rest(stage: Stage, mode: PauseMode, context: Context) -> None
 async def _commit_sleep(stage: Stage, task: SleepTask, before: _Before, context: Context) -> list[OmniACK]:
     answers = await stage.call_all("commit_sleep", task.task_id, timeout_s=context.finish_s)
     if first_error(answers) is not None:
-        return await _undo(stage, task.task_id, before, answers)
+        return await _undo(stage, task.task_id, before, answers, context)
     acks = _acks(stage, task.task_id, answers)
     stage.requeue()
     stage.recoverable = all(ack.metadata["recoverable"] for ack in acks)
@@ -167,9 +170,9 @@ async def _commit_wake(
 ) -> list[OmniACK]:
     answers = await stage.call_all("commit_wake", task.task_id, timeout_s=context.finish_s)
     if first_error(answers) is not None:
-        return await _undo(stage, task.task_id, before, answers)
+        return await _undo(stage, task.task_id, before, answers, context)
     acks = _acks(stage, task.task_id, answers)
-    outlook = outlooks[0]
+    outlook = _together(outlooks)
     state = _state_after(outlook)
     level = None if outlook.all_awake else acks[0].metadata["level"]
     stage.set_state(state, level, awake_tags=outlook.awake_tags, reason="woken")
@@ -177,6 +180,11 @@ async def _commit_wake(
         stage.recoverable = True
         stage.reopen(SLEEP)
     return acks
+
+
+def _together(outlooks: Sequence[WakeOutlook]) -> WakeOutlook:
+    """What the ranks' outlooks come to: the weights are valid if every rank's are."""
+    return msgspec.structs.replace(outlooks[0], weights_valid=all(outlook.weights_valid for outlook in outlooks))
 
 
 def _state_after(outlook: WakeOutlook) -> MemoryState:
@@ -203,41 +211,44 @@ async def _roll_back(
     stage.cancel_order(task_id)
     aborted = await stage.call_all(abort, task_id, timeout_s=ABORT_S)
     culprit = _culprit(answers)
-    acks = [_rolled_back(stage, task_id, answer, culprit) for answer in answers]
     stuck = first_error(aborted)
     if stuck is not None:
         stage.fail(stuck)
     else:
         why = "cancelled" if culprit is None or context.token.cancelled else str(culprit.error)
         before.back(stage, f"rolled back: {why}")
-    return acks
+    return _rolled_back(stage, task_id, answers)
 
 
-async def _undo(stage: Stage, task_id: str, before: _Before, answers: Sequence[RankAnswer]) -> list[OmniACK]:
-    """A rank did not commit: the others take the order back if they can, else the stage has FAILED."""
-    undone = await stage.call_all("undo", task_id, timeout_s=GRACE_S)
-    culprit = _culprit(answers)
-    acks = [_rolled_back(stage, task_id, answer, culprit) for answer in answers]
-    stuck = first_error(undone)
+async def _undo(
+    stage: Stage, task_id: str, before: _Before, answers: Sequence[RankAnswer], context: Context
+) -> list[OmniACK]:
+    """A rank did not commit: the others take the order back if they can, else the stage has FAILED.
+
+    With a rank that is gone or says nothing there is no taking back: its part of the stage stays unknown.
+    """
+    lost = next((a.error for a in answers if isinstance(a.error, DeadlineError | WorkerDiedError)), None)
+    stuck = lost or first_error(await stage.call_all("undo", task_id, timeout_s=context.finish_s))
     if stuck is not None:
         stage.fail(first_error(answers) or stuck)
     else:
         stage.requeue()  # a rank that slept and woke again has an empty KV cache
         before.back(stage, f"taken back: {first_error(answers)}")
-    return acks
+    return _rolled_back(stage, task_id, answers)
 
 
 def _culprit(answers: Sequence[RankAnswer]) -> RankAnswer | None:
     return next((answer for answer in answers if answer.error is not None), None)
 
 
-def _rolled_back(stage: Stage, task_id: str, answer: RankAnswer, culprit: RankAnswer | None) -> OmniACK:
-    error = answer.error
-    if error is None and culprit is not None:
-        error = OmniError(f"rolled back, because rank {culprit.where.rank} answered: {culprit.error}")
-    if error is None:
-        error = TransitionCancelledError("cancelled before it committed; memory is as before")
-    return _error(stage, task_id, answer, error)
+def _rolled_back(stage: Stage, task_id: str, answers: Sequence[RankAnswer]) -> list[OmniACK]:
+    """An ERROR ACK a rank: its own error, or whose fault it is that it may not stay where it is."""
+    culprit = _culprit(answers)
+    innocent: OmniError = TransitionCancelledError("cancelled before it committed; memory is as before")
+    if culprit is not None:
+        kept = "called off" if stage.state == MemoryState.FAILED else "rolled back"
+        innocent = OmniError(f"{kept}, because {culprit.where.title} answered: {culprit.error}")
+    return [_error(stage, task_id, answer, answer.error or innocent) for answer in answers]
 
 
 def _acks(stage: Stage, task_id: str, answers: Sequence[RankAnswer]) -> list[OmniACK]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import DeadlineError
+from omni_notebook.errors import DeadlineError, WorkerDiedError
 from omni_notebook.protocol import MemoryState, PauseMode
 from omni_notebook.stages.quiesce import quiesce
-from omni_notebook.stages.stage import first_error
+from omni_notebook.stages.stage import first_error, raise_first
 from omni_notebook.stages.transitions import SLEEP, Context
 from omni_notebook.stages.waiting import Deadline, OrderCancelled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.executors.base import RankAnswer
     from omni_notebook.stages.stage import Stage
 
 WEIGHTS_REASON = "weights"
@@ -24,15 +27,16 @@ async def load_weights(stage: Stage, source: str, version: str | None, context: 
 
     Raises:
         ConfigError: the checkpoint does not fit; the old weights are untouched.
-        OmniError: a rank failed half way; the stage is NEEDS_WEIGHTS.
+        Exception: what the first rank that failed raised; where another has loaded, or it failed half way, the stage
+            is NEEDS_WEIGHTS: a wake reloads the weights from before.
     """
     stage.close(WEIGHTS_REASON)
     try:
-        await quiesce(stage, PauseMode.KEEP, WEIGHTS_REASON, context.deadline, context.token)
+        raise_first(await quiesce(stage, PauseMode.KEEP, WEIGHTS_REASON, context.deadline, context.token))
         answers = await stage.call_all("load_weights", source, version, timeout_s=context.finish_s)
         error = first_error(answers)
         if error is not None:
-            await _after_failed_load(stage, error, context)
+            await _after_failed_load(stage, answers, error, context)
             raise error
         stage.requeue()
         stage.source, stage.source_version, stage.recoverable = source, version, True
@@ -43,13 +47,23 @@ async def load_weights(stage: Stage, source: str, version: str | None, context: 
         stage.reopen(WEIGHTS_REASON)
 
 
-async def _after_failed_load(stage: Stage, error: BaseException, context: Context) -> None:
-    valid = await stage.call_all("weights_valid", timeout_s=context.finish_s)
-    if first_error(valid) is not None:
+async def _after_failed_load(
+    stage: Stage, answers: Sequence[RankAnswer], error: BaseException, context: Context
+) -> None:
+    """Nothing changed if no rank has new or broken weights; else no rank keeps its own: never a mix of two."""
+    if isinstance(error, DeadlineError | WorkerDiedError):
         stage.fail(error)
-    elif not all(answer.value for answer in valid):
-        stage.close(SLEEP)
-        stage.set_state(MemoryState.NEEDS_WEIGHTS, None, reason=f"load_weights failed: {error}")
+        return
+    valid = await stage.call_all("weights_valid", timeout_s=context.finish_s)
+    loaded = any(answer.error is None for answer in answers)
+    if first_error(valid) is None and not loaded and all(answer.value for answer in valid):
+        return
+    revoked = await stage.call_all("revoke_weights", timeout_s=context.finish_s)
+    if first_error((*valid, *revoked)) is not None:
+        stage.fail(error)
+        return
+    stage.close(SLEEP)
+    stage.set_state(MemoryState.NEEDS_WEIGHTS, None, reason=f"load_weights failed: {error}")
 
 
 async def restart(stage: Stage, context: Context) -> None:

@@ -143,5 +143,5 @@ def error_ack(task_id: str, where: RankId, error: BaseException, **known: Any) -
         rank=where.rank,
         freed_bytes=0,
         metadata=metadata.to_dict(),
-        error_msg=f"rank {where.rank}: {error}" if str(error) else f"rank {where.rank}: {type(error).__name__}",
+        error_msg=f"{where.title}: {str(error) or type(error).__name__}",
     )

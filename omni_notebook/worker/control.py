@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from omni_notebook.errors import NeedsWeightsError, OmniError
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.memory.host import process_memory
@@ -62,6 +64,7 @@ class Control:
             raise OmniError(no_such("order", task_id))
 
     def _undo_done(self, done: Done) -> None:
+        done = msgspec.structs.replace(done, task_id=f"{done.task_id}:undo")  # a cancel of the order must not stop it
         if not done.slept:
             self.sleeping.prepare_sleep(SleepTask(task_id=done.task_id, level=done.level, tags=done.tags))
             self.sleeping.commit_sleep(done.task_id)

@@ -58,8 +58,8 @@ class WakeOrders:
         """
         started_s = time.perf_counter()
         sleeping = self._sleeping_tags(task)
-        mapped, restored = self._map_restore(task, sleeping) if sleeping else _NOTHING
         try:
+            mapped, restored = self._map_restore(task, sleeping) if sleeping else _NOTHING
             self._waking = self._refill(task, started_s, mapped, restored)
         except BaseException:
             self._rank.pool.abort_wake()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from omni_notebook.errors import ConfigError, NeedsWeightsError, OmniError
 from omni_notebook.memory.base import WEIGHTS
@@ -10,7 +13,6 @@ from omni_notebook.models.loaders import checkpoint_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.worker.runner import Runner
@@ -25,17 +27,28 @@ class WeightsMismatchError(OmniError):
     error_code = "CHECKSUM"
 
 
+class _Known(msgspec.Struct, frozen=True):
+    """Where weights came from, what they are called, the checksum of all of them, and the files' state."""
+
+    source: Path | None
+    version: str
+    digest: str
+    files: Fingerprint
+
+
 class Weights:
     """The books about one rank's weights.
 
     `valid`: the mapped weights are whole. `lost`: a sleep discarded contents that no path reproduces.
+    `digest`: the checksum of `source` as it was when it was loaded.
     """
 
     def __init__(self, runner: Runner, pool: MemoryPool) -> None:
         self._runner = runner
         self._pool = pool
-        self._source: Path | None = None
-        self._files: Fingerprint = ()
+        self._known = _Known(None, "", "", ())
+        self._before: _Known | None = None
+        self._recorded = False
         self.version = ""
         self.valid = False
         self.lost = False
@@ -47,13 +60,23 @@ class Weights:
             ConfigError: the checkpoint does not fit; raised before a parameter is touched.
         """
         self._runner.check_weights(folder)
-        self.valid = False
+        before, self._before = msgspec.structs.replace(self._known, version=self.version), None
+        self.valid = self._recorded = False
         self._runner.load_weights(folder)
         digest = self._pool.record_checksum(WEIGHTS)
-        self._source = folder.resolve()
-        self._files = _fingerprint(self._source)
         self.version = version or digest[:DIGEST_CHARS]
-        self.valid, self.lost = True, False
+        source = folder.resolve()
+        self._known, self._before = _Known(source, self.version, digest, _fingerprint(source)), before
+        self.valid = self._recorded = True
+        self.lost = False
+
+    def revoke(self) -> None:
+        """Void the weights, because another rank could not load its part of them; a `reload` takes those before."""
+        if self._before is not None:
+            self._known, self._before = self._before, None
+            self.version = self._known.version
+            self._recorded = False
+        self.valid = False
 
     def reload(self, between: Callable[[], None] | None = None) -> None:
         """Load the last checkpoint again into mapped memory; `verify` tells whether it is the same.
@@ -64,11 +87,11 @@ class Weights:
             NeedsWeightsError: there is no path to load from.
             ConfigError: the checkpoint is gone or does not fit.
         """
-        if self._source is None:
+        if self._known.source is None:
             msg = "no checkpoint path reproduces these weights; call load_weights(stage_id, source)"
             raise NeedsWeightsError(msg)
-        self._runner.check_weights(self._source)
-        self._runner.load_weights(self._source, between)
+        self._runner.check_weights(self._known.source)
+        self._runner.load_weights(self._known.source, between)
 
     def verify(self) -> None:
         """Compare with the checksum taken at load.
@@ -76,25 +99,33 @@ class Weights:
         Raises:
             WeightsMismatchError: the contents differ.
         """
-        if not self._pool.verify_checksum(WEIGHTS):
+        if not self._as_loaded():
             msg = (
-                f"the checkpoint {self._source} is not the one that was loaded (its checksum differs); put the old "
-                "file back and wake again, or call wake_up(reload=False) and load_weights(stage_id, source) to take it"
+                f"the checkpoint {self._known.source} is not the one that was loaded (its checksum differs); put the "
+                "old file back and wake again, or call wake_up(reload=False) and load_weights(stage_id, source) to "
+                "take it"
             )
             raise WeightsMismatchError(msg)
 
+    def _as_loaded(self) -> bool:
+        if self._recorded:
+            return self._pool.verify_checksum(WEIGHTS)
+        self._recorded = self._pool.record_checksum(WEIGHTS) == self._known.digest  # the pool's record is of others
+        return self._recorded
+
     def why_unrecoverable(self, *, modified: bool) -> str | None:
         """Why a level 2 could not be undone, or None if it can."""
-        if self._source is None:
+        source = self._known.source
+        if source is None:
             return "the weights came from no checkpoint path"
         if modified:
-            return f"the weights were changed in memory since {self._source} was loaded"
+            return f"the weights were changed in memory since {source} was loaded"
         try:
-            self._runner.check_weights(self._source)
+            self._runner.check_weights(source)
         except ConfigError as error:
             return f"the checkpoint can not be loaded any more ({error})"
-        if _fingerprint(self._source) != self._files:
-            return f"the files of {self._source} were changed since they were loaded"
+        if _fingerprint(source) != self._known.files:
+            return f"the files of {source} were changed since they were loaded"
         return None
 
 

@@ -130,6 +130,10 @@ class Worker:
         self._pool.write_ahead()
         return self._weights.version
 
+    def revoke_weights(self) -> None:
+        """Void the weights: another rank could not load its part of them. A wake reloads those from before."""
+        self._weights.revoke()
+
     def set_weight_version(self, version: str) -> None:
         """Name the weights: one name for all ranks, where each has named them by the checksum of its own part."""
         self._weights.version = version

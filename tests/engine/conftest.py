@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.executors.mp import executor as mp_executor
-from tests.engine.engine_helpers import reset
-from tests.engine.faulty_worker import FAULTY
+from omni_notebook.stages import replica, transitions
+from tests.engine import faults
+from tests.engine.engine_helpers import golden, reset
+from tests.engine.faulty_worker import FAULTY, PATIENCE
+from tests.executors.executor_helpers import fds, shared_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,3 +41,38 @@ def engine(shared_engine: AsyncOmni) -> Iterator[AsyncOmni]:
     asyncio.run(reset(shared_engine))
     yield shared_engine
     asyncio.run(reset(shared_engine))
+
+
+@pytest.fixture(scope="module")
+def shared_four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
+    """2 stages × 2 replicas × 2 ranks, with less patience than people have; nothing may be left of them at the end."""
+    spill = tmp_path_factory.mktemp("spill")
+    before = fds(), set(psutil.Process().children(recursive=True)), shared_files()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PATIENCE, "3")
+        patch.setattr(transitions, "ABORT_S", 2.0)
+        patch.setattr(transitions, "GRACE_S", 2.0)
+        patch.setattr(replica, "SETTLE_S", 1.0)
+        with AsyncOmni("demo", tensor_parallel_size=2, num_replicas=2, spill_dir=str(spill)) as engine:
+            asyncio.run(faults.learn(engine))
+            faults.goldens[id(engine)] = asyncio.run(golden(engine))
+            yield engine
+    assert (fds() - before[0], set(psutil.Process().children(recursive=True)) - before[1]) == (set(), set())
+    assert not [path for path in shared_files() - before[2] if "omni" in path or "torch" in path or "gloo" in path]
+    assert not list(spill.iterdir())
+
+
+@pytest.fixture
+def four(shared_four: AsyncOmni) -> Iterator[AsyncOmni]:
+    """All AWAKE before; after the test eight ranks, and no more files than before it."""
+    asyncio.run(_ready(shared_four))
+    before = len(fds())
+    yield shared_four
+    asyncio.run(_ready(shared_four))
+    assert len(psutil.Process().children()) == 2 * len(faults.PLACES)
+    assert len(fds()) == before
+
+
+async def _ready(engine: AsyncOmni) -> None:
+    await reset(engine)
+    await faults.learn(engine)

@@ -60,6 +60,13 @@ def _told(engine: AsyncOmni, stage_id: int, method: str, **fault: Any) -> Iterat
 
 
 @contextlib.contextmanager
+def rank_fault(engine: AsyncOmni, stage_id: int, place: tuple[int, int], method: str, **fault: Any) -> Iterator[None]:
+    """A fault of one rank in a process, `place` = (replica, rank); see `faulty_worker.words`."""
+    with _told(engine, stage_id, method, place=place, **fault):
+        yield
+
+
+@contextlib.contextmanager
 def fault(
     engine: AsyncOmni, stage_id: int, method: str, error: BaseException, *, after: bool = False
 ) -> Iterator[None]:

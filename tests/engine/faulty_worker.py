@@ -9,13 +9,21 @@ from __future__ import annotations
 import builtins
 import ctypes
 import json
+import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from omni_notebook.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 FAULTY = "tests.engine.faulty_worker:FaultyWorker"
 PREFIX = "test:"
+PATIENCE = "OMNI_TEST_COLLECTIVE_S"
+"""The environment variable that says how long a forward pass waits for another rank; a test has less time."""
 ORDERS = (
     "execute",
     "prepare_sleep",
@@ -25,11 +33,19 @@ ORDERS = (
     "abort_sleep",
     "abort_wake",
     "undo",
+    "load_weights",
+    "drop_backup",
+    "barrier",
 )
+INSIDE = ("map_restore", "reload")
+"""Steps inside a wake: the pool's, and the weights'."""
 
 
 def words(**fault: Any) -> str:
-    """What to send: `method` with `error` (a builtin's name) and `args`, or `seconds`, or neither to make it well."""
+    """What to send: `method` with `error` (a builtin's name) and `args`, or `seconds`, or `signal`, or nothing.
+
+    Nothing makes it well. `place` = (replica, rank) means this rank only. `after` = the step is carried out first.
+    """
     return PREFIX + json.dumps(fault)
 
 
@@ -40,6 +56,12 @@ def _first(worker: Worker) -> Any:
 def addresses(worker: Worker) -> list[int]:
     """Where the parameters lie."""
     return [p.data_ptr() for p in worker._runner._model.parameters()]
+
+
+def segments(worker: Worker) -> list[tuple[str, int, int]]:
+    """Where the pool's memory lies: (tag, address, bytes); it stays there for the rank's life."""
+    pool: Any = worker._pool
+    return [(tag, s.address, s.span_bytes) for tag, book in pool._core.books.items() for s in book.segments]
 
 
 def first_weight(worker: Worker) -> Any:
@@ -63,32 +85,45 @@ class FaultyWorker(Worker):
 
     def __init__(self, spec: Any) -> None:
         self._faults: dict[str, dict[str, Any]] = {}
-        super().__init__(spec)
+        patience_s = float(os.environ.get(PATIENCE, spec.collective_timeout_s))
+        super().__init__(msgspec.structs.replace(spec, collective_timeout_s=patience_s))
+        for owner, step in zip((self._pool, self._weights), INSIDE, strict=True):
+            setattr(owner, step, self._perhaps(step, getattr(owner, step)))
 
     def cancel(self, task_id: str) -> None:
         if not task_id.startswith(PREFIX):
             super().cancel(task_id)
             return
         fault = json.loads(task_id.removeprefix(PREFIX))
-        self._faults[fault["method"]] = fault
+        where = self._spec.where
+        if fault.get("place") in (None, [where.replica, where.rank]):
+            self._faults[fault["method"]] = fault
 
     addresses = addresses
+    segments = segments
     first_weight = first_weight
     scribble = scribble
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name not in ORDERS:
-            return value
-        faults = self._faults
+        return self._perhaps(name, value) if name in ORDERS else value
 
+    def _perhaps(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         def perhaps(*args: Any) -> Any:
-            fault = faults.get(name, {})
-            if "error" in fault:
-                if fault["after"]:
-                    value(*args)
-                raise getattr(builtins, fault["error"])(*fault["args"])
-            time.sleep(fault.get("seconds", 0.0))
-            return value(*args)
+            fault = self._faults.get(name, {})
+            if not fault.get("after"):
+                _happen(fault)
+            answer = step(*args)
+            if fault.get("after"):
+                _happen(fault)
+            return answer
 
         return perhaps
+
+
+def _happen(fault: dict[str, Any]) -> None:
+    if "error" in fault:
+        raise getattr(builtins, fault["error"])(*fault["args"])
+    if "signal" in fault:
+        os.kill(os.getpid(), fault["signal"])
+    time.sleep(fault.get("seconds", 0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from omni_notebook.errors import ArgumentError, EngineClosedError
 from omni_notebook.executors.base import RankAnswer, silent
@@ -62,43 +62,47 @@ class MpExecutor:
 
     # ------------------------------------------------------------------------------------ calls
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[RankAnswer]:
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, settle_s: float | None = None
+    ) -> list[RankAnswer]:
         """See `Executor.call`."""
         number = self._next()
         try:
             packet = pack(Order(number, method, payload(args)))
         except ArgumentError as error:
             return [RankAnswer(where, None, error) for where in self.ranks]
-        return await self._gather(number, packet, method, signature(method).answer, timeout_s)
+        return await self._gather(number, packet, _Asked(method, signature(method).answer, timeout_s, settle_s))
 
     async def ping(self, timeout_s: float) -> list[RankAnswer]:
         """Every rank's process id, from its control thread: orders in progress do not delay it."""
         number = self._next()
-        return await self._gather(number, pack(Ask(number, "ping")), "ping", ASKED["ping"], timeout_s)
+        return await self._ask(number, "ping", timeout_s)
 
     async def measure(self, timeout_s: float) -> list[RankAnswer]:
         """Every rank's `RankStatus`, measured now, not waiting for its orders."""
         number = self._next()
-        return await self._gather(number, pack(Ask(number, "memory")), "memory", ASKED["memory"], timeout_s)
+        return await self._ask(number, "memory", timeout_s)
+
+    async def _ask(self, number: int, what: Literal["ping", "memory"], timeout_s: float) -> list[RankAnswer]:
+        return await self._gather(number, pack(Ask(number, what)), _Asked(what, ASKED[what], timeout_s))
 
     def _next(self) -> int:
         self._numbers += 1
         return self._numbers
 
-    async def _gather(
-        self, number: int, packet: Packet, method: str, kind: Any, timeout_s: float | None
-    ) -> list[RankAnswer]:
+    async def _gather(self, number: int, packet: Packet, asked: _Asked) -> list[RankAnswer]:
         if self._closed:
             return [RankAnswer(where, None, _closed(where)) for where in self.ranks]
-        gathering = _Gathering(self.ranks, self._loop)
+        began_s = self._loop.time()
+        gathering = _Gathering(self.ranks, self._loop, asked.settle_s)
         for place, link in enumerate(self._links):
-            link.ask(number, packet, Waiting(kind, gathering.taker(place)))
-        await asyncio.wait({gathering.complete}, timeout=timeout_s)
-        if not gathering.complete.done():
+            link.ask(number, packet, Waiting(asked.kind, gathering.taker(place)))
+        await asyncio.wait({gathering.complete}, timeout=asked.timeout_s)
+        if None in gathering.answers:
             for link in self._links:
                 link.forget(number)
         return [
-            silent(where, method, timeout_s or 0.0) if answer is None else answer
+            silent(where, asked.method, self._loop.time() - began_s) if answer is None else answer
             for where, answer in zip(self.ranks, gathering.answers, strict=True)
         ]
 
@@ -170,10 +174,23 @@ class MpExecutor:
                 link.kill()
 
 
-class _Gathering:
-    """The answers of one call, until all are there."""
+class _Asked(NamedTuple):
+    """A method, the type of its answer, and how long to wait for all of them and for the others after an error."""
 
-    def __init__(self, ranks: tuple[RankId, ...], loop: asyncio.AbstractEventLoop) -> None:
+    method: str
+    kind: Any
+    timeout_s: float | None
+    settle_s: float | None = None
+
+
+class _Gathering:
+    """The answers of one call, until all are there, or `settle_s` seconds after the first error."""
+
+    def __init__(
+        self, ranks: tuple[RankId, ...], loop: asyncio.AbstractEventLoop, settle_s: float | None = None
+    ) -> None:
+        self._loop = loop
+        self._settle_s = settle_s
         self.answers: list[RankAnswer | None] = [None] * len(ranks)
         self.complete: asyncio.Future[None] = loop.create_future()
         self._ranks = ranks
@@ -185,10 +202,16 @@ class _Gathering:
         def take(value: Any, error: BaseException | None) -> None:
             self.answers[place] = RankAnswer(self._ranks[place], value, error)
             self._missing -= 1
-            if not self._missing and not self.complete.done():
-                self.complete.set_result(None)
+            if not self._missing:
+                self._end()
+            elif error is not None and self._settle_s is not None:
+                self._loop.call_later(self._settle_s, self._end)
 
         return take
+
+    def _end(self) -> None:
+        if not self.complete.done():
+            self.complete.set_result(None)
 
 
 def _closed(where: RankId) -> EngineClosedError:

@@ -201,7 +201,7 @@ class RankLink:
         last = next((line for line in reversed(self._last_lines) if line.strip()), None)
         where = self.where
         message = (
-            f"rank {where.rank} of stage {where.stage_id} {what} (pid {self.pid}"
+            f"{where.title} of stage {where.stage_id} {what} (pid {self.pid}"
             + (f"; it wrote last: {last.strip()}" if last else "")
             + f"); other stages go on, call restart({where.stage_id})"
         )

@@ -107,6 +107,7 @@ METHODS: dict[str, Signature] = {
     "barrier": Signature(_NONE, None),
     "ping": Signature(_NONE, int),
     "load_weights": Signature(tuple[str, str | None], str),
+    "revoke_weights": Signature(_NONE, None),
     "weights_valid": Signature(_NONE, bool),
     "prepare_sleep": Signature(tuple[SleepTask], None),
     "commit_sleep": Signature(tuple[str], OmniACK),

@@ -109,11 +109,11 @@ class FaultyWorker(Worker):
         return self._perhaps(name, value) if name in ORDERS else value
 
     def _perhaps(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        def perhaps(*args: Any) -> Any:
+        def perhaps(*args: Any, **known: Any) -> Any:
             fault = self._faults.get(name, {})
             if not fault.get("after"):
                 _happen(fault)
-            answer = step(*args)
+            answer = step(*args, **known)
             if fault.get("after"):
                 _happen(fault)
             return answer

@@ -10,7 +10,7 @@ from omni_notebook.config import load_pipeline
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.models.tokenizer import TextTokenizer
 from omni_notebook.protocol import RankId, SleepTask, WakeTask
-from omni_notebook.worker.batches import ArBatch, DiffusionBatch, ImageStep, SequenceStep
+from omni_notebook.worker.batches import BATCH_PREFIX, ArBatch, DiffusionBatch, ImageStep, SequenceStep
 from omni_notebook.worker.reports import WorkerSpec
 from omni_notebook.worker.worker import Worker
 
@@ -80,7 +80,7 @@ class WorkerRank:
 
     def draw_until_cancelled(self, culprit, after_s):
         """A long batch that one rank is told to cancel."""
-        batch_id = f"long {culprit}"
+        batch_id = f"{BATCH_PREFIX}long-{culprit}"
         if self._worker._spec.where.rank == culprit:
             threading.Timer(after_s, self._worker.cancel, (batch_id,)).start()
         return self.draw(1000, batch_id)

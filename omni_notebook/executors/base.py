@@ -77,9 +77,9 @@ class ExecutorFactory(Protocol):
         ...
 
 
-def silent(where: RankId, method: str, timeout_s: float) -> RankAnswer:
+def silent(where: RankId, method: str, waited_s: float) -> RankAnswer:
     """The answer that stands for a rank that has not answered in time."""
-    message = f"{where.title} of stage {where.stage_id} did not answer {method!r} within {timeout_s:.3g} s"
+    message = f"{where.title} of stage {where.stage_id} did not answer {method!r} within {round(waited_s, 1):g} s"
     return RankAnswer(where, None, DeadlineError(message))
 
 

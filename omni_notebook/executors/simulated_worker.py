@@ -56,6 +56,12 @@ class SimulatedWorker:
         """Always."""
         return True
 
+    def prepare_weights(self, source: str) -> None:
+        """Everything fits."""
+
+    def revoke_weights(self) -> None:
+        """None were loaded."""
+
     def load_weights(self, source: str, version: str | None) -> str:
         """The new version."""
         self._version = version or source

@@ -33,6 +33,7 @@ async def load_weights(stage: Stage, source: str, version: str | None, context: 
     stage.close(WEIGHTS_REASON)
     try:
         raise_first(await quiesce(stage, PauseMode.KEEP, WEIGHTS_REASON, context.deadline, context.token))
+        raise_first(await stage.call_all("prepare_weights", source, timeout_s=context.deadline.left_s()))
         answers = await stage.call_all("load_weights", source, version, timeout_s=context.finish_s)
         error = first_error(answers)
         if error is not None:

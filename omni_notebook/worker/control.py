@@ -65,12 +65,18 @@ class Control:
 
     def _undo_done(self, done: Done) -> None:
         done = msgspec.structs.replace(done, task_id=f"{done.task_id}:undo")  # a cancel of the order must not stop it
-        if not done.slept:
+        weights = self._rank.weights
+        if done.slept:
+            self._wake_again(done)
+        elif done.tags:
             self.sleeping.prepare_sleep(SleepTask(task_id=done.task_id, level=done.level, tags=done.tags))
             self.sleeping.commit_sleep(done.task_id)
-            return
-        outlook = self.waking.prepare_wake(WakeTask(task_id=done.task_id, tags=done.tags))
-        if not outlook.weights_valid and WEIGHTS in done.tags:
+        weights.valid, weights.lost = done.weights_valid, done.weights_lost
+
+    def _wake_again(self, done: Done) -> None:
+        wake = WakeTask(task_id=done.task_id, tags=done.tags, reload=done.weights_valid)
+        outlook = self.waking.prepare_wake(wake)
+        if done.weights_valid and not outlook.weights_valid and WEIGHTS in done.tags:
             self.waking.abort_wake(done.task_id)
             msg = "the sleep that is to be undone discarded weights that no path reproduces"
             raise NeedsWeightsError(msg)

@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The last order that committed, so that it can be undone if another rank did not commit."""
+    """The last order that committed, so that it can be undone if another rank did not commit.
+
+    `weights_valid`, `weights_lost`: as they were before it.
+    """
 
     task_id: str
     tags: tuple[str, ...]
     level: int
     slept: bool
+    weights_valid: bool
+    weights_lost: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +42,11 @@ class Rank:
     levels: dict[str, int] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     done: Done | None = None
+
+    def note(self, task_id: str, tags: tuple[str, ...], level: int, *, slept: bool) -> None:
+        """Remember an order that commits now, before the books about the weights change."""
+        weights = self.weights
+        self.done = Done(task_id, tags, level, slept, weights.valid, weights.lost)
 
     @property
     def level(self) -> int | None:

@@ -11,7 +11,7 @@ from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import WEIGHTS, PrepareReport
 from omni_notebook.memory.host import process_memory
 from omni_notebook.protocol import PhasesMs, SleepTask
-from omni_notebook.worker.rank import Done, ms_since, no_such
+from omni_notebook.worker.rank import ms_since, no_such
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,9 +81,9 @@ class SleepOrders:
         self._sleeping = None
         self._rank.cancelled.discard(task_id)
         unmapped = self._rank.pool.commit_sleep()
-        dropped = self._after_unmap(plan, unmapped.freed)
         task = plan.task
-        self._rank.done = Done(task_id, tuple(unmapped.freed), task.level, slept=True)
+        self._rank.note(task_id, tuple(unmapped.freed), task.level, slept=True)
+        dropped = self._after_unmap(plan, unmapped.freed)
         return self._rank.acks.sleep(
             task_id,
             plan.prepared,

@@ -12,7 +12,7 @@ from omni_notebook.memory.base import BALLAST, WEIGHTS, MapReport, RestoreReport
 from omni_notebook.memory.host import process_memory
 from omni_notebook.protocol import PhasesMs, WakeTask
 from omni_notebook.worker.ack import rate_gib_per_s
-from omni_notebook.worker.rank import Done, ms_since, no_such
+from omni_notebook.worker.rank import ms_since, no_such
 from omni_notebook.worker.reports import WakeOutlook
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class WakeOrders:
         self._waking = None
         self._rank.cancelled.discard(task_id)
         woken = self._sleeping_tags(plan.task)
-        self._rank.done = Done(task_id, woken, self._rank.level or 1, slept=False)
+        self._rank.note(task_id, woken, self._rank.level or 1, slept=False)
         if woken:
             self._rank.pool.commit_wake()
         self._rank.levels = {

@@ -53,6 +53,15 @@ class Weights:
         self.valid = False
         self.lost = False
 
+    def prepare(self, folder: Path) -> None:
+        """Before a `load` on all ranks: does the checkpoint fit here?
+
+        Raises:
+            ConfigError: it does not; nothing changed.
+        """
+        self._runner.check_weights(folder)
+        self._before = None
+
     def load(self, folder: Path, version: str | None) -> None:
         """Load a checkpoint folder and remember its checksum; the default version is the checksum's start.
 
@@ -71,7 +80,7 @@ class Weights:
         self.lost = False
 
     def revoke(self) -> None:
-        """Void the weights, because another rank could not load its part of them; a `reload` takes those before."""
+        """Void the weights, because a rank could not load its part of them; a `reload` takes those before `prepare`."""
         if self._before is not None:
             self._known, self._before = self._before, None
             self.version = self._known.version

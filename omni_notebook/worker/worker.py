@@ -120,8 +120,16 @@ class Worker:
         """The process id: the worker's thread is free."""
         return os.getpid()
 
+    def prepare_weights(self, source: str) -> None:
+        """See whether a checkpoint folder fits this rank, before all of them load it.
+
+        Raises:
+            ConfigError: it does not; nothing changed.
+        """
+        self._weights.prepare(Path(source))
+
     def load_weights(self, source: str, version: str | None) -> str:
-        """Load a checkpoint folder into the mapped weights; the new weight version.
+        """Load a checkpoint folder into the mapped weights, after `prepare_weights`; the new weight version.
 
         Raises:
             ConfigError: the checkpoint does not fit; the old weights are untouched.

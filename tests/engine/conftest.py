@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from typing import TYPE_CHECKING
 
 import psutil
@@ -46,20 +47,22 @@ def engine(shared_engine: AsyncOmni) -> Iterator[AsyncOmni]:
 @pytest.fixture(scope="module")
 def shared_four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmni]:
     """2 stages × 2 replicas × 2 ranks, with less patience than people have; nothing may be left of them at the end."""
-    spill = tmp_path_factory.mktemp("spill")
-    before = fds(), set(psutil.Process().children(recursive=True)), shared_files()
+    own = tmp_path_factory.mktemp("own")  # the temporary folder of this engine and its ranks: what is there is theirs
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(own))
+        patch.setattr(tempfile, "tempdir", None)
+        before = fds(), set(psutil.Process().children(recursive=True)), shared_files()
         patch.setenv(PATIENCE, "3")
         patch.setattr(transitions, "ABORT_S", 2.0)
         patch.setattr(transitions, "GRACE_S", 2.0)
         patch.setattr(replica, "SETTLE_S", 1.0)
-        with AsyncOmni("demo", tensor_parallel_size=2, num_replicas=2, spill_dir=str(spill)) as engine:
+        with AsyncOmni("demo", tensor_parallel_size=2, num_replicas=2) as engine:
             asyncio.run(faults.learn(engine))
             faults.goldens[id(engine)] = asyncio.run(golden(engine))
             yield engine
-    assert (fds() - before[0], set(psutil.Process().children(recursive=True)) - before[1]) == (set(), set())
-    assert not [path for path in shared_files() - before[2] if "omni" in path or "torch" in path or "gloo" in path]
-    assert not list(spill.iterdir())
+        assert (fds() - before[0], set(psutil.Process().children(recursive=True)) - before[1]) == (set(), set())
+        assert not list(own.iterdir())
+        assert not [path for path in shared_files() - before[2] if "torch" in path or "gloo" in path or "omni" in path]
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ LATEST_S = TIMEOUT_S + 12.0
 """A hung rank is answered for this soon: the order's deadline, a few to finish or take back, a busy machine."""
 
 _RANGE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
-_segments: dict[int, list[tuple[int, int]]] = {}
+_segments: dict[int, list[tuple[str, int, int]]] = {}
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ async def learn(engine: AsyncOmni) -> None:
             asked = replica.executor.call("segments", timeout_s=20.0)
             for pid, answer in zip(pids, await asyncio.wrap_future(engine.submit(asked)), strict=True):
                 assert pid is not None
-                _segments[pid] = [(start, start + n_bytes) for _tag, start, n_bytes in answer.unwrap()]
+                _segments[pid] = [(tag, start, start + n_bytes) for tag, start, n_bytes in answer.unwrap()]
 
 
 def resident_outside(pid: int) -> int:
@@ -157,25 +157,30 @@ def resident_outside(pid: int) -> int:
         found = _RANGE.match(line)
         if found is not None:
             start, end = (int(word, 16) for word in found.groups())
-            inside = any(low <= start and end <= high for low, high in ranges)
+            inside = any(low <= start and end <= high for _tag, low, high in ranges)
         elif inside and line.startswith("Rss:"):
             n_bytes += int(line.split()[1]) * 1024
     return n_bytes
 
 
-def mapped(pid: int) -> int:
-    """What a rank's tagged memory spans."""
-    return sum(high - low for low, high in _segments[pid])
+def mapped(pid: int, tags: tuple[str, ...] | None = None) -> int:
+    """What a rank's tagged memory spans, or that of some tags."""
+    return sum(high - low for tag, low, high in _segments[pid] if tags is None or tag in tags)
+
+
+def living(engine: AsyncOmni, stage_id: int = STAGE) -> list[int]:
+    """The processes of a stage's ranks."""
+    return [rank.pid for rank in engine.status().stages[stage_id].ranks if rank.alive and rank.pid is not None]
 
 
 def residents(engine: AsyncOmni, stage_id: int = STAGE) -> list[int]:
     """Every living rank's resident bytes, measured from outside."""
-    return [resident_outside(r.pid) for r in engine.status().stages[stage_id].ranks if r.alive and r.pid is not None]
+    return [resident_outside(pid) for pid in living(engine, stage_id)]
 
 
-def spans(engine: AsyncOmni, stage_id: int = STAGE) -> list[int]:
-    """Every living rank's bytes when all of it is awake."""
-    return [mapped(r.pid) for r in engine.status().stages[stage_id].ranks if r.alive and r.pid is not None]
+def spans(engine: AsyncOmni, stage_id: int = STAGE, tags: tuple[str, ...] | None = None) -> list[int]:
+    """Every living rank's bytes when all of it, or some tags, are awake."""
+    return [mapped(pid, tags) for pid in living(engine, stage_id)]
 
 
 def places(acks: list[OmniACK]) -> list[tuple[int, int]]:

@@ -33,6 +33,7 @@ ORDERS = (
     "abort_sleep",
     "abort_wake",
     "undo",
+    "prepare_weights",
     "load_weights",
     "drop_backup",
     "barrier",

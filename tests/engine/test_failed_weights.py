@@ -100,6 +100,31 @@ def test_weights_that_one_rank_could_not_load_are_nobodys(
     asyncio.run(run())
 
 
+def test_weights_that_do_not_fit_one_rank_change_none(engine: AsyncOmni, other: Path) -> None:
+    async def run() -> None:
+        broken = {"error": "OSError", "args": [5, "the disk failed"]}
+        with rank_fault(engine, STAGE, CULPRIT, "prepare_weights", **broken), pytest.raises(OSError, match="disk"):
+            await engine.load_weights(STAGE, other)
+        assert state_of(engine) == "AWAKE"
+        assert await golden(engine) == goldens[id(engine)]
+
+    asyncio.run(run())
+
+
+def test_a_second_try_at_the_same_weights_that_fails_leads_back_to_them(engine: AsyncOmni, other: Path) -> None:
+    async def run() -> None:
+        await engine.load_weights(STAGE, other)
+        changed = await golden(engine)
+        for after in (False, True):
+            broken = {"error": "OSError", "args": [5, "the disk failed"], "after": after}
+            with rank_fault(engine, STAGE, CULPRIT, "load_weights", **broken), pytest.raises(OSError, match="disk"):
+                await engine.load_weights(STAGE, other)
+            await engine.wake_up([STAGE])
+            assert await golden(engine) == changed
+
+    asyncio.run(run())
+
+
 def test_weights_that_no_rank_could_load_change_nothing(engine: AsyncOmni, tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(ConfigError):

@@ -106,6 +106,7 @@ METHODS: dict[str, Signature] = {
     "execute": Signature(tuple[ArBatch | DiffusionBatch], list[SequenceAnswer | ImageAnswer]),
     "barrier": Signature(_NONE, None),
     "ping": Signature(_NONE, int),
+    "prepare_weights": Signature(tuple[str], None),
     "load_weights": Signature(tuple[str, str | None], str),
     "revoke_weights": Signature(_NONE, None),
     "weights_valid": Signature(_NONE, bool),

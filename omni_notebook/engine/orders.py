@@ -13,7 +13,7 @@ from omni_notebook.errors import DeadlineError, PauseError, SleepError, StageBus
 from omni_notebook.protocol import AckEvent, MemoryEvent, PauseMode, PauseState, SleepTask, WakeTask
 from omni_notebook.stages import transitions, weights
 from omni_notebook.stages.state_table import Action, Order, decide, refusal
-from omni_notebook.stages.transitions import Context
+from omni_notebook.stages.transitions import Context, RolledBackError
 from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
 
 if TYPE_CHECKING:
@@ -258,6 +258,6 @@ def _flatten(results: Sequence[list[OmniACK] | BaseException]) -> list[OmniACK]:
 def _failure(order: str, acks: Sequence[OmniACK], stages: Sequence[Stage]) -> str:
     wrong = [ack for ack in acks if not ack.ok]
     states = ", ".join(f"stage {s.stage_id} is {in_words(s.state, s.level)}" for s in stages)
-    first = wrong[0]
+    first = next((ack for ack in wrong if ack.metadata["error_code"] != RolledBackError.error_code), wrong[0])
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return f"{order} failed: stage {first.stage_id} {first.error_msg}{more}. Now: {states}; all answers are in .acks"

@@ -35,6 +35,12 @@ ABORT_S = 5.0
 """A rank that does not answer an abort within this is given up: the stage has FAILED."""
 
 
+class RolledBackError(OmniError):
+    """A rank may not stay where it is, because another one failed."""
+
+    error_code = "ROLLED_BACK"
+
+
 @dataclass(slots=True, frozen=True)
 class Context:
     """What bounds an order."""
@@ -247,7 +253,7 @@ def _rolled_back(stage: Stage, task_id: str, answers: Sequence[RankAnswer]) -> l
     innocent: OmniError = TransitionCancelledError("cancelled before it committed; memory is as before")
     if culprit is not None:
         kept = "called off" if stage.state == MemoryState.FAILED else "rolled back"
-        innocent = OmniError(f"{kept}, because {culprit.where.title} answered: {culprit.error}")
+        innocent = RolledBackError(f"{kept}, because {culprit.where.title} answered: {culprit.error}")
     return [_error(stage, task_id, answer, answer.error or innocent) for answer in answers]
 
 

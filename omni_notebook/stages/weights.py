@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import DeadlineError, WorkerDiedError
+from omni_notebook.errors import DeadlineError, NeedsWeightsError, WorkerDiedError
 from omni_notebook.protocol import MemoryState, PauseMode
 from omni_notebook.stages.quiesce import quiesce
 from omni_notebook.stages.stage import first_error, raise_first
@@ -27,8 +27,8 @@ async def load_weights(stage: Stage, source: str, version: str | None, context: 
 
     Raises:
         ConfigError: the checkpoint does not fit; the old weights are untouched.
-        Exception: what the first rank that failed raised; where another has loaded, or it failed half way, the stage
-            is NEEDS_WEIGHTS: a wake reloads the weights from before.
+        NeedsWeightsError: a rank failed half way, or another has loaded; a wake reloads the weights from before.
+        Exception: what the first rank that failed raised.
     """
     stage.close(WEIGHTS_REASON)
     try:
@@ -38,7 +38,9 @@ async def load_weights(stage: Stage, source: str, version: str | None, context: 
         error = first_error(answers)
         if error is not None:
             await _after_failed_load(stage, answers, error, context)
-            raise error
+            if stage.state != MemoryState.NEEDS_WEIGHTS:
+                raise error
+            raise NeedsWeightsError(_half_loaded(stage, source, answers)) from error
         stage.requeue()
         stage.source, stage.source_version, stage.recoverable = source, version, True
         stage.weight_version = await stage.name_weights([answer.value for answer in answers])
@@ -65,6 +67,15 @@ async def _after_failed_load(
         return
     stage.close(SLEEP)
     stage.set_state(MemoryState.NEEDS_WEIGHTS, None, reason=f"load_weights failed: {error}")
+
+
+def _half_loaded(stage: Stage, source: str, answers: Sequence[RankAnswer]) -> str:
+    where, error = next((a.where, a.error) for a in answers if a.error is not None)
+    return (
+        f"{where.title} of stage {stage.stage_id} could not load {source}: {type(error).__name__}: {error}; the stage "
+        f"is NEEDS_WEIGHTS. Call load_weights({stage.stage_id}, path), or wake_up([{stage.stage_id}]) to reload the "
+        "weights from before"
+    )
 
 
 async def restart(stage: Stage, context: Context) -> None:

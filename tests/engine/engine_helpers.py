@@ -75,7 +75,8 @@ def fault(
         with _told(engine, stage_id, method, error=type(error).__name__, args=error.args, after=after):
             yield
         return
-    worker = engine._core.stages[stage_id].replicas[0].executor._worker
+    executor: Any = engine._core.stages[stage_id].replicas[0].executor
+    worker = executor._worker
     real = getattr(worker, method)
 
     def broken(*args: Any) -> None:
@@ -97,7 +98,8 @@ def slow(engine: AsyncOmni, stage_id: int, seconds: float, order: str = "execute
         with _told(engine, stage_id, order, seconds=seconds):
             yield
         return
-    worker = engine._core.stages[stage_id].replicas[0].executor._worker
+    executor: Any = engine._core.stages[stage_id].replicas[0].executor
+    worker = executor._worker
     method = getattr(worker, order)
 
     def slower(argument: Any) -> Any:
@@ -113,10 +115,15 @@ def slow(engine: AsyncOmni, stage_id: int, seconds: float, order: str = "execute
 
 def ask(engine: AsyncOmni, stage_id: int, question: str, *args: Any) -> Any:
     """One of `faulty_worker`'s questions about a rank's model, answered where the rank is."""
-    executor = engine._core.stages[stage_id].replicas[0].executor
+    executor: Any = engine._core.stages[stage_id].replicas[0].executor
     if in_processes(engine):
         return engine.submit(executor.call(question, *args)).result(30)[0].unwrap()
     return getattr(faulty_worker, question)(executor._worker, *args)
+
+
+def tell(engine: AsyncOmni, stage_id: int, place: tuple[int, int], method: str, **fault: Any) -> None:
+    """A fault of one rank, until it is replaced."""
+    _tell(engine, stage_id, method, place=place, **fault)
 
 
 async def reset(engine: AsyncOmni) -> None:

@@ -99,7 +99,13 @@ def _all_faults() -> list[Fault]:
                     Fault(f"SIGSTOP in {step} of {at}", **known, method=method, what=STOPPED, state="FAILED",
                           code="DEADLINE", says="did not answer")
                 )  # fmt: skip
-    restore = {"order": "wake", "what": LATE, "state": "ASLEEP", "code": "RuntimeError", "says": "broken"}
+    restore: dict[str, Any] = {
+        "order": "wake",
+        "what": LATE,
+        "state": "ASLEEP",
+        "code": "RuntimeError",
+        "says": "broken",
+    }
     return [
         *faults,
         Fault("raises after the copy back of level 1", level=1, method="map_restore", **restore),
@@ -191,6 +197,34 @@ def places(acks: list[OmniACK]) -> list[tuple[int, int]]:
 def culprits_ack(acks: list[OmniACK]) -> OmniACK:
     """The ACK of the rank that failed."""
     return next(ack for ack in acks if (ack.metadata["replica"], ack.rank) == CULPRIT)
+
+
+class Cgroup:
+    """A memory cgroup of version 1 or 2 that a process is moved into.
+
+    Raises:
+        OSError: no right to make one here.
+    """
+
+    def __init__(self, pid: int, limit_bytes: int) -> None:
+        root = Path("/sys/fs/cgroup")
+        old = (root / "memory" / "memory.limit_in_bytes").exists()
+        self._parent = root / "memory" if old else root
+        self._folder = self._parent / f"omni-test-{pid}"
+        self._limit = self._folder / ("memory.limit_in_bytes" if old else "memory.max")
+        self._folder.mkdir()
+        self.set(limit_bytes)
+        (self._folder / "cgroup.procs").write_text(str(pid))
+
+    def set(self, limit_bytes: int) -> None:
+        """Another limit."""
+        self._limit.write_text(str(limit_bytes))
+
+    def remove(self) -> None:
+        """Move the process back, and end the group."""
+        for pid in (self._folder / "cgroup.procs").read_text().split():
+            (self._parent / "cgroup.procs").write_text(pid)
+        self._folder.rmdir()
 
 
 # ------------------------------------------------------------------------------------ what must hold

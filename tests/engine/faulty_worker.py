@@ -50,13 +50,18 @@ def words(**fault: Any) -> str:
     return PREFIX + json.dumps(fault)
 
 
+def _parameters(worker: Worker) -> Any:
+    runner: Any = worker._runner
+    return runner._model.parameters()
+
+
 def _first(worker: Worker) -> Any:
-    return next(p for p in worker._runner._model.parameters() if p.ndim == 2)
+    return next(p for p in _parameters(worker) if p.ndim == 2)
 
 
 def addresses(worker: Worker) -> list[int]:
     """Where the parameters lie."""
-    return [p.data_ptr() for p in worker._runner._model.parameters()]
+    return [p.data_ptr() for p in _parameters(worker)]
 
 
 def segments(worker: Worker) -> list[tuple[str, int, int]]:

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +20,7 @@ from tests.engine.faults import (
     CULPRIT,
     PLACES,
     STAGE,
+    Cgroup,
     brought_back,
     culprits_ack,
     goldens,
@@ -36,6 +36,7 @@ from tests.engine.faults import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SHIPPED = DEMO_FOLDER / "dit"
 FILE = "model.safetensors"
@@ -77,7 +78,7 @@ def test_weights_that_one_rank_could_not_load_are_nobodys(
         before = versions(engine)
         with (
             rank_fault(engine, STAGE, CULPRIT, "load_weights", **broken),
-            pytest.raises(OSError, match="the disk failed"),
+            pytest.raises(NeedsWeightsError, match=r"rank 1 of replica 1 of stage 1 .*the disk failed.*wake_up"),
         ):
             await engine.load_weights(STAGE, other)
         assert state_of(engine) == "NEEDS_WEIGHTS"
@@ -117,7 +118,10 @@ def test_a_second_try_at_the_same_weights_that_fails_leads_back_to_them(engine: 
         changed = await golden(engine)
         for after in (False, True):
             broken = {"error": "OSError", "args": [5, "the disk failed"], "after": after}
-            with rank_fault(engine, STAGE, CULPRIT, "load_weights", **broken), pytest.raises(OSError, match="disk"):
+            with (
+                rank_fault(engine, STAGE, CULPRIT, "load_weights", **broken),
+                pytest.raises(NeedsWeightsError, match="disk"),
+            ):
                 await engine.load_weights(STAGE, other)
             await engine.wake_up([STAGE])
             assert await golden(engine) == changed
@@ -247,28 +251,6 @@ def test_two_ranks_that_fill_a_disk_together_both_stay_awake(little_disk: Path |
     with AsyncOmni(SHIPPED, tensor_parallel_size=2, spill_dir=str(little_disk)) as engine:
         asyncio.run(run(engine))
     assert os.statvfs(little_disk).f_bfree == os.statvfs(little_disk).f_blocks
-
-
-class Cgroup:
-    """A memory cgroup of version 1 or 2 that a process is moved into."""
-
-    def __init__(self, pid: int, limit_bytes: int) -> None:
-        root = Path("/sys/fs/cgroup")
-        old = (root / "memory" / "memory.limit_in_bytes").exists()
-        self._parent = root / "memory" if old else root
-        self._folder = self._parent / f"omni-test-{pid}"
-        self._limit = self._folder / ("memory.limit_in_bytes" if old else "memory.max")
-        self._folder.mkdir()
-        self.set(limit_bytes)
-        (self._folder / "cgroup.procs").write_text(str(pid))
-
-    def set(self, limit_bytes: int) -> None:
-        self._limit.write_text(str(limit_bytes))
-
-    def remove(self) -> None:
-        for pid in (self._folder / "cgroup.procs").read_text().split():
-            (self._parent / "cgroup.procs").write_text(pid)
-        self._folder.rmdir()
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_notebook.errors import OmniError, StageFailedError
-from tests.engine.engine_helpers import collect, golden, rank_fault, slow, until
+from tests.engine.engine_helpers import collect, golden, rank_fault, slow, tell, until
 from tests.engine.faults import (
     CULPRIT,
     FAULTS,
     LATEST_S,
     PLACES,
     STAGE,
+    STOPPED,
     TIMEOUT_S,
     Fault,
     brought_back,
@@ -57,6 +58,9 @@ def test_a_rank_that_fails_is_named_and_the_stage_moves_as_one_or_not_at_all(eng
         mine = culprits_ack(seen.acks)
         assert mine.metadata["error_code"] == fault.code
         assert fault.says in str(mine.error_msg)
+        assert seen.message.count("rank 1 of replica 1") in {1, 2}
+        assert fault.says in seen.message
+        assert {ack.metadata["error_code"] for ack in seen.acks if ack is not mine} == {"ROLLED_BACK"}
         for ack in seen.acks:
             assert "rank 1" in str(ack.error_msg)
             assert "replica 1" in str(ack.error_msg)
@@ -149,7 +153,7 @@ def test_a_rank_that_hangs_in_a_batch_ends_the_request_and_its_stage_restarts_so
 ) -> None:
     async def run() -> None:
         for place in ((0, 1), (1, 1)):  # whichever replica takes it
-            engine._core.stages[stage_id].replicas[place[0]].executor.cancel(_stop_in_batch(place))
+            tell(engine, stage_id, place, "execute", **STOPPED)
         with pytest.raises(OmniError, match=rf"rank 1 of (replica 1 of )?stage {stage_id} did not answer"):
             await asyncio.wait_for(collect(engine), 30)
         assert state_of(engine, stage_id) == "FAILED"
@@ -159,12 +163,6 @@ def test_a_rank_that_hangs_in_a_batch_ends_the_request_and_its_stage_restarts_so
         assert await golden(engine) == goldens[id(engine)]
 
     asyncio.run(run())
-
-
-def _stop_in_batch(place: tuple[int, int]) -> str:
-    from tests.engine.faulty_worker import words
-
-    return words(method="execute", place=place, signal=int(signal.SIGSTOP))
 
 
 def test_two_callers_sleep_and_wake_one_stage_at_once_and_every_answer_is_whole(engine: AsyncOmni) -> None:

@@ -119,6 +119,10 @@ class EchoWorker:
             raise make_error(kind)
         return "done"
 
+    def wait_or_fail(self, rank: int, seconds: float) -> Any:
+        """One rank raises, the others are slow."""
+        return self.fail_on(rank, "value") if self.where.rank == rank else self.wait_on(self.where.rank, seconds)
+
     def hold(self, tag: str, n_bytes: int) -> None:
         """Keep memory."""
         self.held[tag] = bytes(n_bytes)

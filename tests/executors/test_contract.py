@@ -99,6 +99,23 @@ def test_only_the_late_rank_answers_deadline_error(run: Run) -> None:
     run(test)
 
 
+def test_after_an_error_the_others_are_waited_for_no_longer_than_asked(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        await executor.call("ping")
+        culprit = run.n_ranks - 1
+        started = time.monotonic()
+        answers = await executor.call("wait_or_fail", culprit, 2.0, settle_s=0.2)
+        assert time.monotonic() - started < 1.5
+        assert [type(a.error) for a in answers] == [DeadlineError] * culprit + [ValueError]
+        answers = await executor.call("wait_or_fail", culprit, 0.1, settle_s=20.0)
+        assert [type(a.error) for a in answers] == [type(None)] * culprit + [ValueError]
+        answers = await executor.call("wait_or_fail", culprit, 2.0, timeout_s=0.2, settle_s=20.0)
+        assert [type(a.error) for a in answers] == [DeadlineError] * culprit + [ValueError]
+
+    run(test)
+
+
 def test_waits_of_all_ranks_are_at_the_same_time(run: Run) -> None:
     async def test() -> None:
         executor = run.make()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from omni_notebook.stages.stage import Stage
 
-TERMINAL = frozenset({RequestState.FINISHED, RequestState.ABORTED, RequestState.FAILED})
 NEVER_S = 10 * 365 * 24 * 3600.0
 
 

@@ -99,8 +99,7 @@ class Weights:
         if self._known.source is None:
             msg = "no checkpoint path reproduces these weights; call load_weights(stage_id, source)"
             raise NeedsWeightsError(msg)
-        self._runner.check_weights(self._known.source)
-        self._runner.load_weights(self._known.source, between)
+        self._runner.load_weights(self._known.source, between)  # checks the files before it touches a parameter
 
     def verify(self) -> None:
         """Compare with the checksum taken at load.

@@ -18,7 +18,7 @@ from omni_notebook.errors import ArgumentError, ConfigError, EngineClosedError, 
 from omni_notebook.memory.spill import Spill
 from omni_notebook.protocol import OmniSamplingParams
 from omni_notebook.stages.waiting import CancelToken, Deadline, OrderCancelled, acquire
-from tests.engine.engine_helpers import PROMPT, collect, golden, in_processes, slow, until
+from tests.engine.engine_helpers import PROMPT, collect, golden, slow, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,17 +92,15 @@ def test_a_lock_that_is_promised_to_another_is_waited_for_within_the_bound() -> 
 
 
 def test_a_wake_that_times_out_on_a_slow_disk_leaves_the_stage_asleep_and_nothing_lost(
-    engine: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if in_processes(engine):
-        return  # the slow disk is simulated in this process; the code is the same
     read = Spill.read
 
     def slow_read(self: Spill, *args: Any) -> Any:
         time.sleep(0.4)
         return read(self, *args)
 
-    async def run() -> None:
+    async def run(engine: AsyncOmni) -> None:
         before = await golden(engine)
         await engine.sleep([1], level=1)
         monkeypatch.setattr(Spill, "read", slow_read)
@@ -113,7 +111,8 @@ def test_a_wake_that_times_out_on_a_slow_disk_leaves_the_stage_asleep_and_nothin
         await engine.wake_up([1])
         assert await golden(engine) == before
 
-    asyncio.run(run())
+    with AsyncOmni("demo") as engine:  # in this process, where the disk can be made slow
+        asyncio.run(run(engine))
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 100.0])

@@ -322,6 +322,7 @@ class OmniRequestOutput:
         text: the text so far (AR stages), else "".
         outputs: sequences with `.token_ids` (AR stages).
         images: PIL images (diffusion stages).
+        png: the same images as PNG files, encoded by the rank that made them.
         weight_version: the version of the weights that made it.
         metrics: seed, steps, queue_ms, run_ms, … as measured.
     """
@@ -334,6 +335,7 @@ class OmniRequestOutput:
     text: str = ""
     outputs: list[CompletionOutput] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
+    png: list[bytes] = field(default_factory=list)
     weight_version: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -24,6 +25,7 @@ def pytest_configure():
         os.environ[name] = f"{home}/{name.lower()}"
     os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
     os.environ["MPLBACKEND"] = "agg"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children do
     settings.register_profile("ci", derandomize=True, deadline=None)  # a landing must not depend on luck
     if TEST_ALL:
         settings.load_profile("ci")

@@ -176,7 +176,7 @@ class AsyncOmni:
         mode: str = "abort",
         stage_ids: Sequence[int] | int | None = None,
         wait_for_inflight_requests: bool = False,
-        clear_cache: bool = True,  # noqa: ARG002  (no cache of ours outlives a request)
+        clear_cache: bool = True,
         timeout: float | None = None,
     ) -> None:
         """Close admission; bring AR schedulers, and with "keep" diffusion schedulers, to rest.
@@ -186,7 +186,8 @@ class AsyncOmni:
                 lets the running batch end and holds the queue, the others only close admission.
             stage_ids: None = all stages.
             wait_for_inflight_requests: the same as mode="wait".
-            clear_cache: accepted for compatibility; our runners keep no cache beyond a request.
+            clear_cache: AR stages: frozen requests give up their keys and values and compute them again after the
+                resume, token for token as before. No effect on a diffusion stage.
             timeout: seconds.
 
         Raises:
@@ -194,7 +195,8 @@ class AsyncOmni:
             DeadlineError, PauseError: the pause did not complete (PAUSE_FAILED); retry it or resume.
             NotImplementedError: "keep" on a step-level stage; nothing changed.
         """
-        await self._run(lambda: self._core.pause(mode, stage_ids, timeout, wait=wait_for_inflight_requests))
+        mode = "wait" if wait_for_inflight_requests else mode
+        await self._run(lambda: self._core.pause(mode, stage_ids, timeout, clear_cache=clear_cache))
 
     async def resume_generation(self, stage_ids: Sequence[int] | int | None = None) -> None:
         """Open paused schedulers; admission opens once no paused stage is left.

@@ -65,6 +65,8 @@ class Core:
             stage.in_transit = lambda stage=stage: self._in_transit(stage)  # type: ignore[misc]
             if place + 1 < len(self.stages):
                 stage.connector = self._connector_to(self.stages[place + 1])
+            if place > 0:
+                stage.made_room = self.stages[place - 1].kick
         ready = 0
 
         async def start_one(stage: Stage) -> None:
@@ -81,7 +83,7 @@ class Core:
 
     @staticmethod
     def _connector_to(stage: Stage) -> Connector:
-        return Connector(is_open=lambda: stage.open, parked=lambda: stage.queued)
+        return Connector(parked=lambda: stage.queued)
 
     async def shutdown(self) -> None:
         """End every request, every stage and every subscription; idempotent."""
@@ -98,8 +100,7 @@ class Core:
     def _on_change(self, stage: Stage, reason: str) -> None:
         self.gates.notify()
         for other in self.stages:  # a stage that opens may let the one before it go on
-            for replica in other.replicas:
-                replica.kick()
+            other.kick()
         self.hub.push(StateEvent(time.time(), stage.stage_id, stage.state, stage.level, stage.pause_state, reason))
 
     def check_open(self) -> None:
@@ -121,16 +122,16 @@ class Core:
         return Deadline(given)
 
     async def pause(
-        self, mode: str, stage_ids: Sequence[int] | int | None, timeout: float | None, *, wait: bool
+        self, mode: str, stage_ids: Sequence[int] | int | None, timeout: float | None, *, clear_cache: bool
     ) -> None:
         """See `AsyncOmni.pause_generation`."""
         self.check_open()
         stages = arguments.pick_stages(self.stages, stage_ids)
-        checked = arguments.check_mode("wait" if wait else mode)
+        checked = arguments.check_mode(mode)
         pausing.check_pausable(stages, checked)
-        deadline = self.deadline(timeout, stages)
         token = CancelToken()
-        await self.orders.supervise(pausing.pause(stages, checked, deadline, token), token)
+        pause = pausing.Pause(checked, clear_cache, self.deadline(timeout, stages), token)
+        await self.orders.supervise(pausing.pause(stages, pause), token)
 
     def resume(self, stage_ids: Sequence[int] | int | None) -> None:
         """See `AsyncOmni.resume_generation`."""

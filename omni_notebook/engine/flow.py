@@ -151,6 +151,7 @@ class Flow:
             text=output.text,
             outputs=text if stage.model.output_type == "text" else [],
             images=[_picture(pixels) for pixels in output.pixels],
+            png=output.png,
             weight_version=output.weight_version,
             metrics=output.metrics,
         )

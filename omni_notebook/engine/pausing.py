@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omni_notebook.errors import DeadlineError, OmniError, PauseError
@@ -32,21 +33,32 @@ def check_pausable(stages: Sequence[Stage], mode: PauseMode) -> None:
             raise NotImplementedError(msg)
 
 
-async def pause(stages: Sequence[Stage], mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
-    """Close admission, then bring the stages to rest as their kind and `mode` say.
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """One call's wishes; `clear_cache` concerns AR stages."""
+
+    mode: PauseMode
+    clear_cache: bool
+    deadline: Deadline
+    token: CancelToken
+
+
+async def pause(stages: Sequence[Stage], wanted: Pause) -> None:
+    """Close admission, then bring the stages to rest as their kind and the mode say.
 
     Raises:
         DeadlineError, PauseError: the pause did not complete; the stage is PAUSE_FAILED, its scheduler closed.
     """
-    token.check()
+    wanted.token.check()
+    mode = wanted.mode
     joining = [stage for stage in stages if (stage.pause_state, stage.pause_mode) == (PauseState.PAUSING, mode)]
     waiting = [stage for stage in stages if stage not in joining and not _already(stage, mode)]
     for stage in waiting:
         stage.pause_epoch += 1
         stage.set_pause(PauseState.PAUSING, mode, reason=f"pause {mode}")
     results = await asyncio.gather(
-        *(_pause_stage(stage, mode, deadline, token) for stage in waiting),
-        *(_join_pause(stage, mode, deadline, token) for stage in joining),
+        *(_pause_stage(stage, wanted) for stage in waiting),
+        *(_join_pause(stage, wanted) for stage in joining),
         return_exceptions=True,
     )
     for result in results:
@@ -58,17 +70,17 @@ def _already(stage: Stage, mode: PauseMode) -> bool:
     return stage.pause_state == PauseState.PAUSED and stage.pause_mode == mode
 
 
-async def _join_pause(stage: Stage, mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
+async def _join_pause(stage: Stage, wanted: Pause) -> None:
     """Someone else pauses the stage in the same way: two equal pauses are one."""
-    ended = await stage.changed.until(lambda: stage.pause_state != PauseState.PAUSING, deadline, token)
-    if not ended or not _already(stage, mode):
-        raise _pause_failed(stage, mode, DeadlineError("the pause that was in progress did not complete"))
+    ended = await stage.changed.until(lambda: stage.pause_state != PauseState.PAUSING, wanted.deadline, wanted.token)
+    if not ended or not _already(stage, wanted.mode):
+        raise _pause_failed(stage, wanted.mode, DeadlineError("the pause that was in progress did not complete"))
 
 
-async def _pause_stage(stage: Stage, mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
-    epoch = stage.pause_epoch
+async def _pause_stage(stage: Stage, wanted: Pause) -> None:
+    epoch, mode = stage.pause_epoch, wanted.mode
     try:
-        await _bring_to_rest(stage, mode, deadline, token)
+        await _bring_to_rest(stage, wanted)
     except (OmniError, OrderCancelled) as error:
         if stage.pause_epoch == epoch:
             if _stops_scheduler(stage, mode):
@@ -81,7 +93,8 @@ async def _pause_stage(stage: Stage, mode: PauseMode, deadline: Deadline, token:
     stage.set_pause(PauseState.PAUSED, mode, reason=f"paused ({mode})")
 
 
-async def _bring_to_rest(stage: Stage, mode: PauseMode, deadline: Deadline, token: CancelToken) -> None:
+async def _bring_to_rest(stage: Stage, wanted: Pause) -> None:
+    mode, deadline, token = wanted.mode, wanted.deadline, wanted.token
     if not _stops_scheduler(stage, mode):
         return  # a diffusion stage under abort or wait: only admission is paused (specification)
     if not await acquire(stage.pause_lock, deadline, token):
@@ -91,6 +104,8 @@ async def _bring_to_rest(stage: Stage, mode: PauseMode, deadline: Deadline, toke
         if mode == PauseMode.WAIT:
             stage.reopen(PAUSE)
         raise_first(await quiesce(stage, mode, PAUSE, deadline, token))
+        if wanted.clear_cache and stage.config.kind == "ar":
+            stage.requeue()
     finally:
         stage.pause_lock.release()
 

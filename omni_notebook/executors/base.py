@@ -32,7 +32,11 @@ OnDeath = Callable[["RankId", "WorkerDiedError"], None]
 
 
 class Executor(Protocol):
-    """The ranks of one replica. Calls reach each rank in the order in which they were made."""
+    """The ranks of one replica. Calls reach each rank in the order in which they were made.
+
+    A worker's method may return a `concurrent.futures.Future`: the rank goes on with its next order, and this one is
+    answered when the future is done.
+    """
 
     ranks: tuple[RankId, ...]
 
@@ -49,6 +53,10 @@ class Executor(Protocol):
 
     def cancel(self, task_id: str) -> None:
         """Tell every rank that an order should stop if it has not committed; returns at once."""
+        ...
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call one of `TOLD` on every rank, past the orders in progress; returns at once, nobody answers."""
         ...
 
     def memory(self) -> list[RankStatus]:
@@ -75,6 +83,17 @@ class ExecutorFactory(Protocol):
     def __call__(self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, /) -> Executor:
         """One spec a rank; `on_death` is called on the loop when a rank ends by itself."""
         ...
+
+
+TOLD = frozenset({"cancel", "prefetch"})
+"""The worker methods that any thread may call at any time and that never wait."""
+
+
+def told(method: str) -> None:
+    """Raise UnsupportedError unless `method` is one of `TOLD`."""
+    if method not in TOLD:
+        msg = f"{method!r} can not overtake orders; only {', '.join(sorted(TOLD))} can. Nothing was called"
+        raise UnsupportedError(msg)
 
 
 def silent(where: RankId, method: str, waited_s: float) -> RankAnswer:

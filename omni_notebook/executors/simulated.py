@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from omni_notebook.errors import EngineClosedError, WorkerDiedError
-from omni_notebook.executors.base import RankAnswer, method_of, silent
+from omni_notebook.executors.base import RankAnswer, method_of, silent, told
 from omni_notebook.executors.simulated_worker import SimulatedWorker
 
 if TYPE_CHECKING:
@@ -84,8 +85,13 @@ class SimulatedExecutor:
 
     def cancel(self, task_id: str) -> None:
         """See `Executor.cancel`."""
+        self.tell("cancel", task_id)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """See `Executor.tell`."""
+        told(method)
         for rank in self._ranks:
-            rank.worker.cancel(task_id)
+            method_of(rank.worker, method)(*args)
 
     def memory(self) -> list[RankStatus]:
         """See `Executor.memory`."""
@@ -122,6 +128,17 @@ class SimulatedExecutor:
         return self._ended or all(rank.error is not None for rank in self._ranks)
 
 
+@dataclass(slots=True, frozen=True)
+class _Order:
+    """One order; `turn` is set when the next may begin."""
+
+    method: str
+    args: tuple[Any, ...]
+    behaviour: Behaviour
+    answer: asyncio.Future[RankAnswer]
+    turn: asyncio.Future[None]
+
+
 class _Rank:
     """One worker and the orders that wait for it."""
 
@@ -138,7 +155,7 @@ class _Rank:
         self._behave = behave
         self._on_death = on_death
         self._orders: dict[asyncio.Future[RankAnswer], asyncio.Task[None] | None] = {}
-        self._last: asyncio.Future[RankAnswer] | None = None
+        self._last: asyncio.Future[None] | None = None
 
     def order(self, method: str, args: tuple[Any, ...]) -> asyncio.Future[RankAnswer]:
         """An order after those before it; answered at once where nothing is in its way."""
@@ -147,16 +164,16 @@ class _Rank:
         if self.error is not None:
             answer.set_result(RankAnswer(self.where, None, self.error))
             return answer
-        before, self._last = self._last, answer
         behaviour = self._behave(self.where, method)
-        if behaviour is _AS_TOLD and (before is None or before.done()):
+        if behaviour is _AS_TOLD and (self._last is None or self._last.done()):
             value, error = self._run(method, args)
-            if not inspect.isawaitable(value):
+            if not inspect.isawaitable(value) and not isinstance(value, Future):
                 answer.set_result(RankAnswer(self.where, value, error))
                 return answer
-            method, args = "_await", (value,)
-        task = loop.create_task(self._later(before, behaviour, method, args, answer))
-        self._orders[answer] = task
+            method, args = "_given", (value,)
+        before, self._last = self._last, loop.create_future()
+        order = _Order(method, args, behaviour, answer, self._last)
+        self._orders[answer] = loop.create_task(self._later(before, order))
         return answer
 
     def _run(self, method: str, args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
@@ -165,33 +182,32 @@ class _Rank:
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
             return None, error
 
-    async def _later(
-        self,
-        before: asyncio.Future[RankAnswer] | None,
-        behaviour: Behaviour,
-        method: str,
-        args: tuple[Any, ...],
-        answer: asyncio.Future[RankAnswer],
-    ) -> None:
+    async def _later(self, before: asyncio.Future[None] | None, order: _Order) -> None:
         if before is not None:
             await asyncio.wait({before})
+        behaviour = order.behaviour
         await asyncio.sleep(behaviour.delay_s)
         if behaviour.silent:
             await asyncio.get_running_loop().create_future()
         if behaviour.dies:
             self.die()
             return
-        value, error = (args[0], None) if method == "_await" else self._run(method, args)
+        value, error = (order.args[0], None) if order.method == "_given" else self._run(order.method, order.args)
         if behaviour.error is not None:
             value, error = None, behaviour.error
+        if isinstance(value, Future):
+            order.turn.set_result(None)  # the next order does not wait for this answer
+            value = asyncio.wrap_future(value)
         if inspect.isawaitable(value):
             try:
                 value = await value
             except Exception as raised:  # noqa: BLE001  (it belongs to the caller)
                 value, error = None, raised
-        self._orders.pop(answer, None)
-        if not answer.done():
-            answer.set_result(RankAnswer(self.where, value, error))
+        self._orders.pop(order.answer, None)
+        if not order.turn.done():
+            order.turn.set_result(None)
+        if not order.answer.done():
+            order.answer.set_result(RankAnswer(self.where, value, error))
 
     def memory(self) -> RankStatus:
         """The worker's, or what is left of it."""

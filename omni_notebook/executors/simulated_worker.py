@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import WEIGHTS, PrepareReport, ProcessMemory, UnmapReport
 from omni_notebook.protocol import MIB, PhasesMs, RankStatus, TagMemory
@@ -44,6 +44,9 @@ class SimulatedWorker:
 
     def cancel(self, task_id: str) -> None:
         """Orders take no time; none can be stopped."""
+
+    def prefetch(self, wanted: Any) -> None:
+        """No model needs it."""
 
     def barrier(self) -> None:
         """Nothing runs."""

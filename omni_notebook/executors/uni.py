@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import EngineClosedError, UnsupportedError
-from omni_notebook.executors.base import RankAnswer, method_of, silent
+from omni_notebook.executors.base import RankAnswer, method_of, silent, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +41,18 @@ class _Call:
             result = method_of(worker, self.method)(*self.args)
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
             self.future.set_exception(error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(self._later)
         else:
             self.future.set_result(result)
+
+    def _later(self, result: Future[Any]) -> None:
+        error = CancelledError("the worker was shut down first") if result.cancelled() else result.exception()
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result.result())
 
 
 class UniExecutor:
@@ -104,8 +114,13 @@ class UniExecutor:
 
     def cancel(self, task_id: str) -> None:
         """See `Executor.cancel`."""
+        self.tell("cancel", task_id)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """See `Executor.tell`."""
+        told(method)
         if self._worker is not None:
-            self._worker.cancel(task_id)
+            method_of(self._worker, method)(*args)
 
     def memory(self) -> list[RankStatus]:
         """See `Executor.memory`."""

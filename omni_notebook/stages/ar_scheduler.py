@@ -23,12 +23,36 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ArPrompt:
-    """An AR request's payload: the prompt, and what was generated so far."""
+    """An AR request's payload: the prompt, and what was generated so far.
+
+    `fed`: tokens whose keys and values are in the cache. `versions`: the weight version that each token came from, as
+    [version, tokens] in order.
+    """
 
     prompt_ids: tuple[int, ...]
     generated: list[int] = field(default_factory=list)
     hidden: list[Any] = field(default_factory=list)
+    versions: list[list[Any]] = field(default_factory=list)
     fed: int = 0
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the next step feeds tokens that a lost cache held already, in the same portions as the first time."""
+        return self.fed + len(self.portion) < len(self.prompt_ids) + len(self.generated)
+
+    @property
+    def portion(self) -> tuple[int, ...]:
+        """What the next step feeds: the prompt at once, then token by token."""
+        if self.fed == 0:
+            return self.prompt_ids
+        return (self.generated[self.fed - len(self.prompt_ids)],)
+
+    def note(self, weight_version: str) -> None:
+        """One more token came from these weights."""
+        if self.versions and self.versions[-1][0] == weight_version:
+            self.versions[-1][1] += 1
+        else:
+            self.versions.append([weight_version, 1])
 
 
 class ArScheduler:
@@ -75,27 +99,29 @@ class ArScheduler:
 
     def _step(self, slot: int, request: StageRequest) -> SequenceStep:
         prompt: ArPrompt = request.payload
-        tokens = (*prompt.prompt_ids, *prompt.generated)
         return SequenceStep(
             slot=slot,
-            token_ids=tokens[prompt.fed :],
+            token_ids=prompt.portion,
             start=prompt.fed,
             prompt_len=len(prompt.prompt_ids),
             seed=request.seed,
             temperature=request.params.temperature,
             top_p=request.params.top_p,
             top_k=request.params.top_k,
-            want_hidden=request.feeds_next,
+            want_hidden=request.feeds_next and not prompt.replaying,
         )
 
     def finish(self, batch: Batch, answer: list[SequenceAnswer], weight_version: str) -> None:
-        """Append each sequence's token; end those that are complete."""
+        """Append each sequence's token, unless it only fills a lost cache again; end those that are complete."""
         for (slot, request), step, result in zip(batch.requests, batch.payload.sequences, answer, strict=True):
             if request.aborted:
                 continue
-            request.weight_version = request.weight_version or weight_version
             prompt: ArPrompt = request.payload
-            prompt.fed = step.start + len(step.token_ids)
+            replayed, prompt.fed = prompt.replaying, step.start + len(step.token_ids)
+            if replayed:
+                continue
+            prompt.note(weight_version)
+            request.weight_version = weight_version
             if result.hidden is not None:
                 prompt.hidden.extend(result.hidden)
             reason = self._append(request, result.token_id)
@@ -128,6 +154,7 @@ class ArScheduler:
                     "seed": request.seed,
                     "prompt_tokens": len(prompt.prompt_ids),
                     "new_tokens": len(prompt.generated),
+                    "token_weight_versions": [list(run) for run in prompt.versions],
                     **request.timings_ms(),
                 },
             )
@@ -141,10 +168,9 @@ class ArScheduler:
                 request.end(RequestState.FAILED, error)
 
     def requeue(self) -> None:
-        """KV is gone: running sequences wait again, with what they have generated, and are prefilled anew."""
+        """KV is gone: running sequences wait again; what they had is computed again as it was the first time."""
         for slot, request in sorted(self._running.items(), key=lambda item: item[1].arrived_s, reverse=True):
             request.payload.fed = 0
-            request.payload.hidden.clear()
             self._release(slot)
             self._waiting.appendleft(request)
 
@@ -181,6 +207,12 @@ class ArScheduler:
         del self._running[slot]
         self._free.append(slot)
         self._free.sort()
+
+    def prefetch(self) -> None:
+        """Token ids are all that a step needs, and they come with it."""
+
+    def executed(self, batch: Batch, answer: Any) -> None:
+        """No AR batch has outputs on their way: `finish` takes the answer of the step."""
 
     def abandoned_batch(self) -> str | None:
         """None: a step is short, it ends by itself."""

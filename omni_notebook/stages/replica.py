@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import PeerLostError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from omni_notebook.errors import OmniError
-    from omni_notebook.executors.base import Executor
+    from omni_notebook.executors.base import Executor, RankAnswer
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.stages.scheduler import Batch, Scheduler
     from omni_notebook.stages.waiting import Signal
 
 
+MAX_LEAVING = 2
+"""Batches whose outputs may be on their way while another runs; a slower output thread holds the next one back."""
 SETTLE_S = 5.0
 """Once a rank has failed in a batch the others fail at once: one that has said nothing for this long hangs."""
 
@@ -36,6 +38,7 @@ class Replica:
         changed: Signal,
         weight_version: Callable[[], str],
         on_failure: Callable[[BaseException], None],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -43,8 +46,11 @@ class Replica:
         self._changed = changed
         self._weight_version = weight_version
         self._on_failure = on_failure
+        self._on_start = on_start
         self._work = asyncio.Event()
         self._executing = False
+        self._calls: set[asyncio.Task[list[RankAnswer]]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="omni-replica")
 
     @property
@@ -54,8 +60,8 @@ class Replica:
 
     @property
     def at_rest(self) -> bool:
-        """Whether no batch is on the device."""
-        return not self._executing
+        """Whether no batch is on the device, and the outputs of all that were are handed over."""
+        return not self._executing and not self._leaving
 
     @property
     def drained(self) -> bool:
@@ -65,6 +71,7 @@ class Replica:
     def add(self, request: StageRequest) -> None:
         """Queue a request."""
         self.scheduler.add(request)
+        self._prefetch()
         self.kick()
 
     def close(self, reason: str) -> None:
@@ -106,27 +113,70 @@ class Replica:
     async def _run(self) -> None:
         while True:
             await self._work.wait()
-            batch = self.scheduler.schedule() if self.open else None
+            batch = self.scheduler.schedule() if self.open and len(self._leaving) < MAX_LEAVING else None
             if batch is None:
                 self._work.clear()
             else:
+                self._on_start()
                 await self._step(batch)
 
+    def _prefetch(self) -> None:
+        """While a batch runs, begin to move what the next one needs; a closed scheduler has no next one."""
+        if self.open and self._executing:
+            wanted = self.scheduler.prefetch()
+            if wanted is not None:
+                self.executor.tell("prefetch", wanted)
+
     async def _step(self, batch: Batch) -> None:
+        """Run one batch; return when the device is free for the next."""
         self._executing = True
         version = self._weight_version()
         try:
-            answers = await self.executor.call("execute", batch.payload, settle_s=SETTLE_S)
+            executing = self._call("execute", batch.payload, settle_s=SETTLE_S)
+            collecting = None if batch.collect is None else self._call("collect", batch.collect)
+            self._prefetch()
+            answers = await executing
             errors = [a.error for a in answers if a.error is not None]
             if errors:
                 self._fail(batch, errors)
-            else:
+            elif collecting is None:
                 self.scheduler.finish(batch, answers[0].value, version)
+            else:
+                self.scheduler.executed(batch, answers[0].value)
+                self._leave(self._deliver(batch, collecting, version))
         except Exception as error:  # noqa: BLE001  (a bug in a scheduler must not leave its clients waiting)
             self._fail(batch, [error])
         finally:
             self._executing = False
             self._changed.notify()
+
+    def _call(self, method: str, *args: Any, settle_s: float | None = None) -> asyncio.Task[list[RankAnswer]]:
+        """A call that is on its way, after those begun before it."""
+        task = asyncio.get_running_loop().create_task(self.executor.call(method, *args, settle_s=settle_s))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return task
+
+    def _leave(self, delivering: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(delivering)
+        self._leaving.add(task)
+        task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        self.kick()
+
+    async def _deliver(self, batch: Batch, collecting: asyncio.Task[list[RankAnswer]], version: str) -> None:
+        """Hand a batch's outputs over when they are copied and encoded; the next batch runs meanwhile."""
+        answers = await collecting
+        errors = [a.error for a in answers if a.error is not None]
+        if errors:
+            self._fail(batch, errors)
+            return
+        try:
+            self.scheduler.finish(batch, answers[0].value, version)
+        except Exception as error:  # noqa: BLE001  (a bug in a scheduler must not leave its clients waiting)
+            self._fail(batch, [error])
 
     def _fail(self, batch: Batch, errors: list[BaseException]) -> None:
         """Fail a batch's requests by the rank that caused it, not by those that only lost their peer."""
@@ -137,5 +187,7 @@ class Replica:
 
     async def stop(self) -> None:
         """End the loop; requests stay in the scheduler."""
-        self._task.cancel()
-        await asyncio.wait({self._task}, timeout=1.0)
+        tasks = {self._task, *self._leaving}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=1.0)

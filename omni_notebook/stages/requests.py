@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class StageOutput:
     """What a stage made of a request so far; `final` ends the request's time in this stage.
 
-    `hidden`: float32 array (tokens, hidden size) of the generated tokens or None. `pixels`: uint8 array (H, W, 3).
+    `hidden`: float32 array (tokens, hidden size) of the generated tokens or None. `pixels`: uint8 arrays (H, W, 3);
+    `png`: the same, encoded.
     """
 
     state: RequestState
@@ -28,6 +29,7 @@ class StageOutput:
     finish_reason: str | None = None
     hidden: Any | None = None
     pixels: list[Any] = field(default_factory=list)
+    png: list[bytes] = field(default_factory=list)
     error: BaseException | None = None
     weight_version: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)

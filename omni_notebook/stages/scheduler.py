@@ -11,13 +11,19 @@ if TYPE_CHECKING:
 
     from omni_notebook.errors import OmniError
     from omni_notebook.stages.requests import StageRequest
+    from omni_notebook.worker.batches import Prefetch
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Requests that run together, and the payload that their runner understands."""
+    """Requests that run together, and the payload that their runner understands.
+
+    `collect`: the batch's id, where its outputs are copied and encoded while the next batch runs; None where the answer
+    of `execute` is the output.
+    """
 
     requests: tuple[Any, ...]
     payload: Any
+    collect: str | None = None
 
 
 class Scheduler(Protocol):
@@ -29,6 +35,14 @@ class Scheduler(Protocol):
 
     def schedule(self) -> Batch | None:
         """The next batch, or None if nothing can run now."""
+        ...
+
+    def prefetch(self) -> Prefetch | None:
+        """What the next batch needs and can be moved to the device while another runs; None: nothing new."""
+        ...
+
+    def executed(self, batch: Batch, answer: Any) -> None:
+        """A batch with `collect` has left the device; its outputs are on their way."""
         ...
 
     def finish(self, batch: Batch, answer: Any, weight_version: str) -> None:

@@ -43,6 +43,7 @@ class Stage:
         self.model = make_model(config)
         self.connector: Connector | None = None
         self.in_transit: Callable[[], int] = lambda: 0
+        self.made_room: Callable[[], None] = lambda: None
         self.replicas: list[Replica] = []
         self.state = MemoryState.WAKING
         self.level: int | None = None
@@ -121,6 +122,7 @@ class Stage:
             changed=self.changed,
             weight_version=lambda: self.weight_version,
             on_failure=self.fail,
+            on_start=self.made_room,
         )
 
     def _rank_died(self, where: RankId, error: WorkerDiedError) -> None:  # noqa: ARG002  (the error names the rank)
@@ -220,6 +222,11 @@ class Stage:
         """Take a reason back."""
         for replica in self.replicas:
             replica.reopen(reason)
+
+    def kick(self) -> None:
+        """Look again whether batches can start."""
+        for replica in self.replicas:
+            replica.kick()
 
     @property
     def open(self) -> bool:

@@ -1,4 +1,8 @@
-"""The bounded place between two stages where results wait for a stage that is closed."""
+"""The bounded place between two stages where results wait for the stage that takes them.
+
+A result itself (token ids, hidden states) stays in host memory; in mp it lies in the shared memory frame in which the
+rank that made it sent it, and goes on to the next rank in another.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,20 @@ CAPACITY = 64
 
 
 class Connector:
-    """Counts requests on their way to a stage, so that a closed stage holds back the one that feeds it.
+    """Counts requests on their way to a stage, so that a slow or closed stage holds back the one that feeds it.
 
-    While the downstream stage is open nothing is held back. While it is closed, at most `capacity` requests wait in
-    host memory or are being computed for it; further ones are not started upstream.
+    At most `capacity` requests are parked in front of the stage or being computed for it; further ones are not started
+    upstream, until it takes some.
     """
 
-    def __init__(self, *, is_open: Callable[[], bool], parked: Callable[[], int], capacity: int = CAPACITY) -> None:
-        self._is_open = is_open
+    def __init__(self, *, parked: Callable[[], int], capacity: int = CAPACITY) -> None:
         self._parked = parked
         self._capacity = capacity
         self._started: set[str] = set()
 
     def may_start(self, request_id: str) -> bool:
         """Whether the upstream stage may begin this request."""
-        if request_id in self._started or self._is_open():
+        if request_id in self._started:
             return True
         return self._parked() + len(self._started) < self._capacity
 

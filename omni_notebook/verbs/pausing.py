@@ -34,7 +34,7 @@ class Pause:
         """Stages, mode, bound, cache."""
         add_stages(parser, "pause")
         add_mode(parser, "keep", "what happens to requests that are there: keep (default), wait or abort (above)")
-        parser.add_argument("--keep-cache", action="store_true", help="keep the prefix cache; stale after new weights")
+        parser.add_argument("--keep-cache", action="store_true", help="frozen sequences keep their keys and values")
         parser.add_argument("--timeout", type=seconds, metavar="S", help="most seconds to wait for the running batch")
 
     def run(self, session: Session, args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
 from omni_notebook.worker.sampling import pick_token
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
@@ -45,7 +45,7 @@ class ArRunner(ModelRunner):
         self._kv = pool.empty(self._shape.kv_shape(self._slots, self._max_len, parallel.size), self._dtype, KV_CACHE)
 
     @torch.inference_mode()
-    def execute(self, batch: ArBatch) -> list[SequenceAnswer]:
+    def execute(self, batch: ArBatch, weight_version: Callable[[], str]) -> list[SequenceAnswer]:  # noqa: ARG002
         """One step: each prefill by itself, all decodes together; answers in the batch's order."""
         hidden: dict[int, torch.Tensor] = {}
         decodes = [s for s in batch.sequences if len(s.token_ids) == 1 and s.start > 0]

@@ -50,12 +50,26 @@ class SequenceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="sequence"):
     hidden: Any | None
 
 
-class ImageStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One image of a diffusion batch; `hidden`: float32 array (plan length, hidden size) or None."""
+class ImageCondition(msgspec.Struct, frozen=True, kw_only=True):
+    """What one image is drawn from; `hidden`: float32 array (plan length, hidden size) or None."""
 
     plan_ids: tuple[int, ...]
     hidden: Any | None
+
+
+class ImageStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a diffusion batch; `condition` None: it was prefetched under `key`."""
+
+    key: int
     seed: int
+    condition: ImageCondition | None
+
+
+class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
+    """Conditioning to move to the device now; of what was prefetched before only `keep` is still wanted."""
+
+    conditions: dict[int, ImageCondition]
+    keep: tuple[int, ...]
 
 
 class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True, tag="diffusion"):
@@ -67,7 +81,17 @@ class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True, tag="diffusion")
     guidance_scale: float
 
 
+class Executed(msgspec.Struct, frozen=True, kw_only=True, tag="executed"):
+    """A batch has left the device's queue; `collect` gives its outputs when they are copied and encoded.
+
+    `step_versions`: the weight version that each denoise step ran on, as (version, steps) in order.
+    """
+
+    step_versions: tuple[tuple[str, int], ...]
+
+
 class ImageAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
-    """One finished image: uint8 array (height, width, 3)."""
+    """One finished image: uint8 array (height, width, 3), and the same as PNG."""
 
     pixels: Any
+    png: bytes

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from omni_notebook.models.dit import DiT, DiTConfig
-from omni_notebook.models.flow import Condition, denoise_step, initial_noise, timesteps, to_uint8
+from omni_notebook.models.flow import denoise_step, initial_noise, timesteps
 from omni_notebook.models.loaders import read_config
 from omni_notebook.models.parallel import SOLO
-from omni_notebook.worker.batches import BatchCancelledError, DiffusionBatch, ImageAnswer, ImageStep
+from omni_notebook.worker.batches import BatchCancelledError, DiffusionBatch, Executed
+from omni_notebook.worker.conditioning import Conditioner
+from omni_notebook.worker.images import answers
 from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
+from omni_notebook.worker.runner import Deferred
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.models.parallel import TensorParallel
+    from omni_notebook.worker.batches import Prefetch
 
 
 class DiffusionRunner(ModelRunner):
@@ -30,6 +36,7 @@ class DiffusionRunner(ModelRunner):
         self._shape = DiTConfig.from_dict(read_config(Path(config.model)))
         self._shape.check_parallel(parallel_size)
         self._dtype = torch_dtype(config.dtype)
+        self._conditioner = Conditioner(self._shape, self._dtype)
         self._cancelled = ""
 
     def build(self, pool: MemoryPool, parallel: TensorParallel = SOLO) -> None:
@@ -38,34 +45,40 @@ class DiffusionRunner(ModelRunner):
         self._place(lambda: DiT(self._shape, parallel), self._dtype, pool)
 
     @torch.inference_mode()
-    def execute(self, batch: DiffusionBatch) -> list[ImageAnswer]:
+    def execute(self, batch: DiffusionBatch, weight_version: Callable[[], str]) -> Deferred:
         """All denoise steps of the batch; images in the batch's order."""
         noise = torch.stack([initial_noise(self._shape.image_shape, image.seed) for image in batch.images])
-        condition, times = self._condition(batch.images), timesteps(batch.num_inference_steps)
-        images = noise.to(self._dtype)
+        condition, times = self._conditioner.batch(batch.images), timesteps(batch.num_inference_steps)
+        images, versions = noise.to(self._dtype), []
         for index in range(batch.num_inference_steps):
             self._stop_if_cancelled(batch.batch_id)
+            versions.append(weight_version())
             images = denoise_step(self._model, images, index, times, condition, batch.guidance_scale)
-        return [ImageAnswer(pixels=pixels) for pixels in to_uint8(images).numpy()]
+        steps = tuple((version, len(list(run))) for version, run in groupby(versions))
+        return Deferred(Executed(step_versions=steps), lambda: answers(images))
 
     def cancel(self, task_id: str) -> None:
         """Stop a batch at its next step (any thread)."""
         self._cancelled = task_id
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        """See `Runner.prefetch`."""
+        self._conditioner.prefetch(wanted)
+
+    def join_prefetch(self) -> None:
+        """See `Runner.join_prefetch`."""
+        self._conditioner.join()
+
+    def drop_prefetched(self) -> None:
+        """See `Runner.drop_prefetched`."""
+        self._conditioner.drop()
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._conditioner.close()
 
     def _stop_if_cancelled(self, batch_id: str) -> None:
         """Raise BatchCancelledError on all ranks at the same step: one that stopped alone would leave the others."""
         if self._parallel.any(self._cancelled == batch_id):
             msg = f"batch {batch_id} was cancelled: nobody waits for it any more"
             raise BatchCancelledError(msg)
-
-    def _condition(self, images: tuple[ImageStep, ...]) -> Condition:
-        plan_ids = torch.tensor([image.plan_ids for image in images], dtype=torch.long)
-        if all(image.hidden is None for image in images):
-            return Condition(plan_ids)
-        hidden = torch.zeros(*plan_ids.shape, self._shape.cond_hidden_size, dtype=self._dtype)
-        for place, image in enumerate(images):
-            if image.hidden is not None:
-                rows = np.asarray(image.hidden)[: plan_ids.shape[1]]
-                hidden[place, : len(rows)] = torch.from_numpy(rows).to(self._dtype)
-        mask = torch.tensor([image.hidden is not None for image in images])
-        return Condition(plan_ids, hidden, mask)

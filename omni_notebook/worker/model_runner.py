@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.worker.batches import Prefetch
 
 CPU_DTYPE = torch.float32
 """`dtype="auto"` on a CPU: half types are slower there and not batch-invariant."""
@@ -59,5 +60,17 @@ class ModelRunner:
     def cancel(self, task_id: str) -> None:
         """Stop a batch early, where a runner can; the others end soon by themselves (any thread)."""
 
+    def prefetch(self, wanted: Prefetch) -> None:
+        """Nothing, where a model has no conditioning."""
+
+    def join_prefetch(self) -> None:
+        """Nothing is on its way."""
+
+    def drop_prefetched(self) -> None:
+        """Nothing is there."""
+
     def synchronize(self) -> None:
         """Wait for the device; nothing runs behind our back on a CPU."""
+
+    def close(self) -> None:
+        """No threads."""

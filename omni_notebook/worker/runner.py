@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.models.parallel import TensorParallel
+    from omni_notebook.worker.batches import Executed, ImageAnswer, Prefetch
 
 
 class Runner(Protocol):
@@ -41,8 +42,23 @@ class Runner(Protocol):
         """Pool tensors that no checkpoint has (buffers, scales)."""
         ...
 
-    def execute(self, batch: Any) -> Any:
-        """Run one batch."""
+    def execute(self, batch: Any, weight_version: Callable[[], str]) -> Any:
+        """Run one batch; its answer, or where outputs are copied and encoded behind it, a `Deferred` one.
+
+        `weight_version` tells which weights are in memory at the moment of the call.
+        """
+        ...
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        """Begin to move conditioning to the device; returns at once (any thread)."""
+        ...
+
+    def join_prefetch(self) -> None:
+        """Return once no conditioning is on its way to the device."""
+        ...
+
+    def drop_prefetched(self) -> None:
+        """Give up conditioning that is on the device; the scheduler sends it again."""
         ...
 
     def cancel(self, task_id: str) -> None:
@@ -52,3 +68,14 @@ class Runner(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has finished all that was started."""
         ...
+
+    def close(self) -> None:
+        """End the threads of its own; idempotent."""
+        ...
+
+
+class Deferred(NamedTuple):
+    """A batch that is computed, not delivered: its answer now, and what makes its outputs on another thread."""
+
+    answer: Executed
+    finish: Callable[[], list[ImageAnswer]]

@@ -1,7 +1,7 @@
 """One rank: a pool, a runner and its control orders.
 
-All methods are called by one thread, in order, but for `memory` and `cancel`, which any thread may call and which
-never wait.
+All methods are called by one thread, in order, but for `memory`, `cancel` and `prefetch`, which any thread may call and
+which never wait.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from omni_notebook.worker.ballast import Ballast
 from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError
 from omni_notebook.worker.control import Control
 from omni_notebook.worker.group import RankGroup
+from omni_notebook.worker.outputs import Outputs
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport
+from omni_notebook.worker.runner import Deferred
 from omni_notebook.worker.runners import make_runner
 from omni_notebook.worker.weights import Weights
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
+    from omni_notebook.worker.batches import ImageAnswer, Prefetch
     from omni_notebook.worker.reports import WakeOutlook, WorkerSpec
 
 
@@ -39,6 +44,7 @@ class Worker:
         size = spec.tensor_parallel_size or config.tensor_parallel_size
         self._group = RankGroup(size, spec.where.rank, spec.collective_timeout_s)
         self._runner = make_runner(config, size)
+        self._outputs = Outputs()
         self._weights = Weights(self._runner, self._pool)
         self._ballast = Ballast(self._pool, config.ballast_bytes)
         self._device_name = self._pool.device_name
@@ -90,12 +96,17 @@ class Worker:
             self._ballast.fill()
 
     def shutdown(self) -> None:
-        """Leave the other ranks and give all memory back; idempotent, waits for no other rank."""
+        """Finish outputs, leave the other ranks, give all memory back; idempotent, waits for no other rank."""
+        self._outputs.close()
+        self._runner.close()
         self._group.close()
         self._pool.close()
 
     def execute(self, batch: Any) -> Any:
         """Run one batch; every rank of several must be given the same batches in the same order.
+
+        The answer of an AR batch is its tokens; a diffusion batch answers `Executed` when the device is free again, and
+        `collect` gives its images.
 
         A rank that fails leaves the group, because the others have gone on without it: they fail at once, and no
         exchange of this batch can meet one of the next.
@@ -105,15 +116,30 @@ class Worker:
             BatchCancelledError: the batch was cancelled, on all ranks at the same step.
         """
         try:
-            return self._runner.execute(batch)
+            outcome = self._runner.execute(batch, lambda: self._weights.version)
         except BatchCancelledError:
             raise
         except BaseException:
             self._group.close()
             raise
+        if not isinstance(outcome, Deferred):
+            return outcome
+        # The ranks of a group hold the same images: one copies them.
+        self._outputs.put(batch.batch_id, outcome.finish if self._spec.where.rank == 0 else list)
+        return outcome.answer
+
+    def collect(self, batch_id: str) -> Future[list[ImageAnswer]]:
+        """A batch's images when they are copied and encoded; rank 0 has them, the others answer with none.
+
+        Raises:
+            ArgumentError: no such batch was executed, or it was collected before.
+        """
+        return self._outputs.take(batch_id)
 
     def barrier(self) -> None:
-        """Return once the device has finished all that was started before."""
+        """Return once all that was started before is done: the device, the copies of its outputs, prefetches."""
+        self._outputs.join()
+        self._runner.join_prefetch()
         self._runner.synchronize()
 
     def ping(self) -> int:
@@ -157,7 +183,8 @@ class Worker:
         self._control.sleeping.prepare_sleep(task)
 
     def commit_sleep(self, task_id: str) -> OmniACK:
-        """See `SleepOrders.commit_sleep`."""
+        """See `SleepOrders.commit_sleep`; prefetched conditioning is given up with the rest."""
+        self._runner.drop_prefetched()
         return self._control.sleeping.commit_sleep(task_id)
 
     def abort_sleep(self, task_id: str) -> None:
@@ -196,6 +223,10 @@ class Worker:
             self._runner.cancel(task_id)
         else:
             self._control.cancel(task_id)
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        """Begin to move the next batch's conditioning to the device, whatever runs there; returns at once."""
+        self._runner.prefetch(wanted)
 
     def memory(self) -> RankStatus:
         """This rank's memory, measured now."""

@@ -19,7 +19,16 @@ from omni_notebook.executors.mp.messages import METHODS, Order, ToChild, payload
 from omni_notebook.executors.mp.placement import environment, places, split
 from omni_notebook.executors.mp.wire import INLINE_BYTES, Receiver, pack
 from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
-from omni_notebook.worker.batches import ArBatch, DiffusionBatch, ImageAnswer, ImageStep, SequenceAnswer, SequenceStep
+from omni_notebook.worker.batches import (
+    ArBatch,
+    DiffusionBatch,
+    Executed,
+    ImageAnswer,
+    ImageCondition,
+    ImageStep,
+    SequenceAnswer,
+    SequenceStep,
+)
 from omni_notebook.worker.reports import LoadReport, WakeOutlook
 from omni_notebook.worker.worker import Worker
 from tests.executors.executor_helpers import fds, make_specs
@@ -37,7 +46,10 @@ BATCHES = [
     ArBatch((STEP,)),
     DiffusionBatch(
         batch_id="b",
-        images=(ImageStep(plan_ids=(1, 2), hidden=HIDDEN, seed=2**62), ImageStep(plan_ids=(3,), hidden=None, seed=0)),
+        images=(
+            ImageStep(key=1, seed=2**62, condition=ImageCondition(plan_ids=(1, 2), hidden=HIDDEN)),
+            ImageStep(key=2, seed=0, condition=None),
+        ),
         num_inference_steps=4,
         guidance_scale=2.0,
     ),
@@ -112,7 +124,7 @@ def test_what_has_no_form_is_refused(value: object) -> None:
 
 def test_every_order_of_a_worker_has_its_types() -> None:
     public = {name for name, value in vars(Worker).items() if inspect.isfunction(value) and name[0] != "_"}
-    assert set(METHODS) == public - {"shutdown", "cancel", "memory"}
+    assert set(METHODS) == public - {"shutdown", "memory"}
     for name, (args, _answer) in METHODS.items():
         assert len(get_args(args)) == len(inspect.signature(getattr(Worker, name)).parameters) - 1
 
@@ -138,10 +150,11 @@ def test_answers_of_a_real_process_come_back_as_themselves(mp: Run) -> None:
 
 def test_answers_with_arrays_have_their_types(pair: tuple[socket.socket, Receiver]) -> None:
     answers = [SequenceAnswer(token_id=1, hidden=HIDDEN), SequenceAnswer(token_id=2, hidden=None)]
-    images = [ImageAnswer(pixels=np.zeros((64, 64, 3), "uint8"))]
-    for value in (answers, images):
+    executed = Executed(step_versions=(("v1", 3),))
+    images = [ImageAnswer(pixels=np.zeros((64, 64, 3), "uint8"), png=b"png")]
+    for method, value in (("execute", answers), ("execute", executed), ("collect", images)):
         pack(value).send(pair[0])
-        assert same(pair[1].receive().decode(signature("execute").answer), value)
+        assert same(pair[1].receive().decode(signature(method).answer), value)
 
 
 # ---------------------------------------------------------------------------------------------- errors

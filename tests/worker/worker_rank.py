@@ -10,7 +10,7 @@ from omni_notebook.config import load_pipeline
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.models.tokenizer import TextTokenizer
 from omni_notebook.protocol import RankId, SleepTask, WakeTask
-from omni_notebook.worker.batches import BATCH_PREFIX, ArBatch, DiffusionBatch, ImageStep, SequenceStep
+from omni_notebook.worker.batches import BATCH_PREFIX, ArBatch, DiffusionBatch, ImageCondition, ImageStep, SequenceStep
 from omni_notebook.worker.reports import WorkerSpec
 from omni_notebook.worker.worker import Worker
 
@@ -69,14 +69,18 @@ class WorkerRank:
         generator = np.random.default_rng(3)
         images = tuple(
             ImageStep(
-                plan_ids=tuple(int(i) for i in generator.integers(0, 24, 14)),
-                hidden=generator.standard_normal((14, 256)).astype(np.float32) if seed else None,
+                key=seed,
                 seed=seed,
+                condition=ImageCondition(
+                    plan_ids=tuple(int(i) for i in generator.integers(0, 24, 14)),
+                    hidden=generator.standard_normal((14, 256)).astype(np.float32) if seed else None,
+                ),
             )
             for seed in range(3)
         )
         batch = DiffusionBatch(batch_id=batch_id, images=images, num_inference_steps=steps, guidance_scale=2.0)
-        return np.stack([answer.pixels for answer in self._worker.execute(batch)])
+        computed = self._worker._runner.execute(batch, str)  # every rank's, where the worker copies out one's
+        return np.stack([answer.pixels for answer in computed.finish()])
 
     def draw_until_cancelled(self, culprit, after_s):
         """A long batch that one rank is told to cancel."""

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import Future
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +27,6 @@ from omni_notebook.executors.mp.faults import describe
 from omni_notebook.executors.mp.logs import trim
 from omni_notebook.executors.mp.messages import (
     Ask,
-    Cancel,
     Failure,
     LogLevel,
     Order,
@@ -34,6 +34,7 @@ from omni_notebook.executors.mp.messages import (
     Sample,
     Start,
     Stop,
+    Tell,
     ToChild,
     payload,
     signature,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
-_NOT_MEASURED = frozenset({"execute", "ping", "barrier", "noop", "weights_valid"})
+_NOT_MEASURED = frozenset({"execute", "collect", "ping", "barrier", "noop", "weights_valid"})
 """Orders that move no memory, or come too fast to measure after each: the next tick does. After all others memory is
 measured and sent before the answer, so that who has the answer has the memory after it."""
 _PR_SET_PDEATHSIG = 1
@@ -116,8 +117,22 @@ class Orders:
         return method_of(self.worker, order.method)(*_arguments(order, frame))
 
     def _answer(self, order: Order, frame: Frame, carry_out: Callable[[Order, Frame], Any]) -> None:
+        done: Future[Any] = Future()
         try:
-            answer = pack(Reply(order.id, payload(carry_out(order, frame))))
+            value = carry_out(order, frame)
+        except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
+            done.set_exception(error)
+        else:
+            if isinstance(value, Future):
+                done = value
+            else:
+                done.set_result(value)
+        done.add_done_callback(lambda done: self._reply(order, done))
+
+    def _reply(self, order: Order, done: Future[Any]) -> None:
+        """Send what an order gave or raised; on the thread that finished it."""
+        try:
+            answer = pack(Reply(order.id, payload(done.result())))
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
             answer = pack(Failure(order.id, describe(error)))
         if order.method not in _NOT_MEASURED:
@@ -139,7 +154,7 @@ class Orders:
                 packet.send(self._connection)
 
 
-def _arguments(order: Order, frame: Frame) -> tuple[Any, ...]:
+def _arguments(order: Order | Tell, frame: Frame) -> tuple[Any, ...]:
     try:
         arguments: tuple[Any, ...] = frame.decode(signature(order.method).args, order.args)
     except msgspec.ValidationError as error:
@@ -190,9 +205,9 @@ class Control:
     def _take(self, message: ToChild, frame: Frame) -> None:
         if isinstance(message, Order):
             self._orders.add(message, frame)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, Tell):
             if self._orders.worker is not None:
-                self._orders.worker.cancel(message.task_id)
+                method_of(self._orders.worker, message.method)(*_arguments(message, frame))
         elif isinstance(message, Ask):
             self._answer(message)
         elif isinstance(message, LogLevel):

@@ -8,9 +8,9 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from omni_notebook.errors import ArgumentError, EngineClosedError
-from omni_notebook.executors.base import RankAnswer, silent
+from omni_notebook.executors.base import RankAnswer, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting
-from omni_notebook.executors.mp.messages import ASKED, Ask, Cancel, LogLevel, Order, Start, payload, signature
+from omni_notebook.executors.mp.messages import ASKED, Ask, LogLevel, Order, Start, Tell, payload, signature
 from omni_notebook.executors.mp.placement import places
 from omni_notebook.executors.mp.wire import pack
 
@@ -110,7 +110,12 @@ class MpExecutor:
 
     def cancel(self, task_id: str) -> None:
         """See `Executor.cancel`."""
-        self._tell(pack(Cancel(task_id)))
+        self.tell("cancel", task_id)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """See `Executor.tell`."""
+        told(method)
+        self._tell(pack(Tell(method, payload(args))))
 
     def set_log_level(self, level: str) -> None:
         """Set the level of every rank's root logger ("DEBUG", …); returns at once.

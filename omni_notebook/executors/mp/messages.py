@@ -8,7 +8,14 @@ import msgspec
 
 from omni_notebook.executors.mp.faults import Fault
 from omni_notebook.protocol import OmniACK, RankStatus, SleepTask, WakeTask
-from omni_notebook.worker.batches import ArBatch, DiffusionBatch, ImageAnswer, SequenceAnswer
+from omni_notebook.worker.batches import (
+    ArBatch,
+    DiffusionBatch,
+    Executed,
+    ImageAnswer,
+    Prefetch,
+    SequenceAnswer,
+)
 from omni_notebook.worker.reports import LoadReport, WakeOutlook
 
 # ------------------------------------------------------------------------------------- to the child
@@ -37,10 +44,11 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
     what: Literal["ping", "memory"]
 
 
-class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
-    """Stop an order that has not committed."""
+class Tell(msgspec.Struct, array_like=True, tag="tell"):
+    """Call a worker method now, past the orders in progress; nobody waits for it."""
 
-    task_id: str
+    method: str
+    args: msgspec.Raw
 
 
 class LogLevel(msgspec.Struct, array_like=True, tag="log"):
@@ -53,7 +61,7 @@ class Stop(msgspec.Struct, array_like=True, tag="stop"):
     """Shut the worker down after the orders before, then end."""
 
 
-ToChild = Start | Order | Ask | Cancel | LogLevel | Stop
+ToChild = Start | Order | Ask | Tell | LogLevel | Stop
 
 # ------------------------------------------------------------------------------------ to the parent
 
@@ -103,7 +111,10 @@ METHODS: dict[str, Signature] = {
     "join": Signature(tuple[str], None),
     "load": Signature(_NONE, LoadReport),
     "set_weight_version": Signature(tuple[str], None),
-    "execute": Signature(tuple[ArBatch | DiffusionBatch], list[SequenceAnswer | ImageAnswer]),
+    "execute": Signature(tuple[ArBatch | DiffusionBatch], list[SequenceAnswer] | Executed),
+    "collect": Signature(tuple[str], list[ImageAnswer]),
+    "prefetch": Signature(tuple[Prefetch], None),
+    "cancel": Signature(tuple[str], None),
     "barrier": Signature(_NONE, None),
     "ping": Signature(_NONE, int),
     "prepare_weights": Signature(tuple[str], None),

@@ -1,0 +1,71 @@
+"""What a DiT's images are drawn from, on the device: fetched ahead by a thread, or with the batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from omni_notebook.models.flow import Condition
+from omni_notebook.worker.prefetching import Prefetcher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.models.dit import DiTConfig
+    from omni_notebook.worker.batches import ImageCondition, ImageStep, Prefetch
+
+
+class OneCondition(NamedTuple):
+    """One image's: plan_ids (P,) long, hidden (P, hidden size) in the model's type or None."""
+
+    plan_ids: torch.Tensor
+    hidden: torch.Tensor | None
+
+
+class Conditioner:
+    """Makes conditions for batches; `prefetch` may be called by any thread."""
+
+    def __init__(self, shape: DiTConfig, dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._ahead: Prefetcher[OneCondition] = Prefetcher()
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        """Begin to move conditioning to the device."""
+        self._ahead.keep(wanted.keep)
+        for key, condition in wanted.conditions.items():
+            self._ahead.fetch(key, lambda condition=condition: self._load(condition))  # type: ignore[misc]
+
+    @torch.inference_mode()
+    def _load(self, condition: ImageCondition) -> OneCondition:
+        plan_ids = torch.tensor(condition.plan_ids, dtype=torch.long)
+        if condition.hidden is None:
+            return OneCondition(plan_ids, None)
+        hidden = torch.zeros(len(plan_ids), self._shape.cond_hidden_size, dtype=self._dtype)
+        rows = np.asarray(condition.hidden)[: len(plan_ids)]
+        hidden[: len(rows)] = torch.from_numpy(rows).to(self._dtype)
+        return OneCondition(plan_ids, hidden)
+
+    def batch(self, images: Sequence[ImageStep]) -> Condition:
+        """The whole batch's condition, from what was fetched ahead and what came along."""
+        ones = [self._ahead.take(i.key) if i.condition is None else self._load(i.condition) for i in images]
+        plan_ids = torch.stack([one.plan_ids for one in ones])
+        if all(one.hidden is None for one in ones):
+            return Condition(plan_ids)
+        empty = torch.zeros(plan_ids.shape[1], self._shape.cond_hidden_size, dtype=self._dtype)
+        hidden = torch.stack([empty if one.hidden is None else one.hidden for one in ones])
+        return Condition(plan_ids, hidden, torch.tensor([one.hidden is not None for one in ones]))
+
+    def join(self) -> None:
+        """Return once nothing is on its way."""
+        self._ahead.join()
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._ahead.keep(())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ahead.close()

@@ -1,0 +1,25 @@
+"""Finished images on their way out of a rank: device to host, then PNG; runs on the output thread."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from omni_notebook.models.flow import to_uint8
+from omni_notebook.worker.batches import ImageAnswer
+
+if TYPE_CHECKING:
+    import torch
+
+
+def answers(images: torch.Tensor) -> list[ImageAnswer]:
+    """(B, C, H, W) in [−1, 1] as bytes and as PNG, in the batch's order."""
+    return [ImageAnswer(pixels=pixels, png=_png(pixels)) for pixels in to_uint8(images).numpy()]
+
+
+def _png(pixels: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    return file.getvalue()

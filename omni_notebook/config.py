@@ -127,7 +127,6 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         cases = (
             (self.executor == "ray", "executor='ray' is not in this release; use 'uni' or 'mp'"),
             (self._ranks > 1 and self.executor == "uni", "several ranks need executor='mp' (or 'auto')"),
-            (self.step_execution, "step_execution=True: step-level scheduling is not in this release"),
             (self.runtime in {"vllm", "diffusers"}, f"runtime={self.runtime!r} is not in this release; use 'torch'"),
             (self.device not in {"auto", "cpu"}, f"device={self.device!r}: this release runs on 'cpu' only"),
             (any(d != "cpu" for d in self.devices), f"devices={list(self.devices)}: this release runs on 'cpu' only"),

@@ -4,6 +4,7 @@
     ├── ArgumentError             a call's argument is wrong (also a ValueError); nothing changed
     ├── ConfigError               a model folder, pipeline file or option is wrong (also a ValueError)
     ├── UnsupportedError          this platform, runtime or build can not do it, and says why
+    │   └── StepLevelError        a stage that runs single steps can not be kept (also a NotImplementedError)
     ├── StageBusyError            requests run, wait or are on their way; quiesce first
     ├── AsleepError               a stage on the request's route is not awake
     ├── PausedError               admission is closed by a pause
@@ -73,6 +74,12 @@ class UnsupportedError(OmniError):
     """This platform, runtime or build can not do what was asked."""
 
     error_code = "UNSUPPORTED"
+
+
+class StepLevelError(UnsupportedError, NotImplementedError):
+    """A stage that runs single steps has no batch boundary to keep its requests at (specification, support matrix)."""
+
+    error_code = "STEP_LEVEL"
 
 
 class StageBusyError(OmniError):

@@ -103,7 +103,8 @@ class AsyncOmni:
 
         Raises:
             ArgumentError: unknown stage, level or mode.
-            StageBusyError, PauseError, AsleepError, NeedsWeightsError, StageFailedError: refused, nothing changed.
+            StageBusyError, PauseError, AsleepError, NeedsWeightsError, StageFailedError, StepLevelError: refused,
+                nothing changed.
             SleepError: a rank answered ERROR; `.acks` has all answers.
             DeadlineError: another order held a stage for the whole timeout; nothing changed.
         """
@@ -193,7 +194,7 @@ class AsyncOmni:
         Raises:
             ArgumentError: unknown stage or mode.
             DeadlineError, PauseError: the pause did not complete (PAUSE_FAILED); retry it or resume.
-            NotImplementedError: "keep" on a step-level stage; nothing changed.
+            StepLevelError (a NotImplementedError): "keep" on a step-level stage; nothing changed.
         """
         mode = "wait" if wait_for_inflight_requests else mode
         await self._run(lambda: self._core.pause(mode, stage_ids, timeout, clear_cache=clear_cache))

@@ -92,7 +92,7 @@ class Flow:
         if output.final and stage.model.output_type == "text":
             self._text = output
         ends = output.final and (last or output.state != RequestState.FINISHED)
-        self._tell(output.state if ends or not output.final else RequestState.RUNNING)
+        self._tell(output.state if ends or not output.final else RequestState.RUNNING, output.progress)
         if output.error is not None:
             self._end(output.error)
             return
@@ -156,8 +156,8 @@ class Flow:
             metrics=output.metrics,
         )
 
-    def _tell(self, state: RequestState) -> None:
-        self._on_event(RequestEvent(time.time(), self.request_id, self.stage.stage_id, state))
+    def _tell(self, state: RequestState, progress: float | None = None) -> None:
+        self._on_event(RequestEvent(time.time(), self.request_id, self.stage.stage_id, state, progress))
 
     def ready(self) -> OmniRequestOutput | None:
         """The next output if it is there already; any thread may ask.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_notebook.engine import residual
 from omni_notebook.engine.arguments import in_words
+from omni_notebook.engine.pausing import check_pausable
 from omni_notebook.errors import DeadlineError, PauseError, SleepError, StageBusyError, WakeError
 from omni_notebook.protocol import AckEvent, MemoryEvent, PauseMode, PauseState, SleepTask, WakeTask
 from omni_notebook.stages import transitions, weights
@@ -44,13 +45,16 @@ class Orders:
 
         Raises:
             StageBusyError, PauseError, AsleepError, …: refused; nothing changed.
+            StepLevelError: `mode="keep"` on a step-level stage; nothing changed.
             SleepError: a rank answered ERROR (only if `strict`).
         """
         order = Order.SLEEP_1 if task.level == 1 else Order.SLEEP_2
 
         def check(stage: Stage) -> None:
             self._check(stage, order)
-            if decide(order, stage.state, stage.level) == Action.RUN and mode is None:
+            if mode is not None:
+                check_pausable([stage], mode)
+            elif decide(order, stage.state, stage.level) == Action.RUN:
                 refuse_busy(stage, str(order))
 
         async def run(stage: Stage, context: Context) -> list[OmniACK]:

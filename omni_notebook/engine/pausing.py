@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import DeadlineError, OmniError, PauseError
+from omni_notebook.errors import DeadlineError, OmniError, PauseError, StepLevelError
 from omni_notebook.protocol import PauseMode, PauseState
 from omni_notebook.stages.quiesce import quiesce
 from omni_notebook.stages.stage import raise_first
@@ -25,12 +25,15 @@ def check_pausable(stages: Sequence[Stage], mode: PauseMode) -> None:
     """Refuse before any gate moves.
 
     Raises:
-        NotImplementedError: `keep` on a step-level stage.
+        StepLevelError: `keep` on a step-level stage.
     """
     for stage in stages:
         if mode == PauseMode.KEEP and stage.config.step_execution:
-            msg = f"stage {stage.stage_id} runs single steps: mode='keep' is not supported there. Nothing changed"
-            raise NotImplementedError(msg)
+            msg = (
+                f"stage {stage.stage_id} runs single steps (step_execution=True): mode='keep' is not supported there; "
+                f"use sleep([{stage.stage_id}], mode='wait' | 'abort'), or abort its requests. Nothing changed"
+            )
+            raise StepLevelError(msg)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,31 @@ def timesteps(steps: int) -> Tensor:
 
 
 @torch.inference_mode()
+def euler_step(
+    model: Callable[..., Tensor],
+    x: Tensor,
+    span: tuple[Tensor, Tensor],
+    condition: Condition,
+    guidance: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the batch one step further along (Euler), and the clean images that the model predicted on the way.
+
+    x: (B, C, H, W). span: each image's times before and after the step, two of (B,) float32. guidance: other than 1,
+    the model runs on twice the batch.
+    """
+    now, following = span
+    if guidance == 1.0:
+        clean = model(x, now, condition.plan_ids, condition.hidden, condition.hidden_mask)
+    else:
+        both = condition.with_unconditional()
+        doubled = model(torch.cat([x, x]), torch.cat([now, now]), both.plan_ids, both.hidden, both.hidden_mask)
+        guided, free = doubled.chunk(2)
+        clean = free + guidance * (guided - free)
+    fraction = ((following - now) / (1.0 - now).clamp(min=MIN_REMAINING)).to(x.dtype)[:, None, None, None]
+    return x + fraction * (clean - x), clean
+
+
+@torch.inference_mode()
 def denoise_step(
     model: Callable[..., Tensor],
     x: Tensor,
@@ -72,15 +97,7 @@ def denoise_step(
     """
     index = torch.as_tensor(t_index, device=times.device).expand(len(x))
     now, following = (times[i].to(x.device, torch.float32) for i in (index, index + 1))
-    if guidance == 1.0:
-        clean = model(x, now, condition.plan_ids, condition.hidden, condition.hidden_mask)
-    else:
-        both = condition.with_unconditional()
-        doubled = model(torch.cat([x, x]), torch.cat([now, now]), both.plan_ids, both.hidden, both.hidden_mask)
-        guided, free = doubled.chunk(2)
-        clean = free + guidance * (guided - free)
-    fraction = ((following - now) / (1.0 - now).clamp(min=MIN_REMAINING)).to(x.dtype)[:, None, None, None]
-    return x + fraction * (clean - x)
+    return euler_step(model, x, (now, following), condition, guidance)[0]
 
 
 def sample(

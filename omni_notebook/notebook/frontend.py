@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.display import display
 
-from omni_notebook.notebook.results import AckList
+from omni_notebook.notebook.results import AckList, image_png
 from omni_notebook.verbs.frontend import PlainFrontend, poll
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class NotebookFrontend(PlainFrontend):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__()
         self._shell = shell
+        self._pictures = Place()
+        self._next_picture_s = 0.0
 
     def wait(self, future: Future[_T], gauge: Callable[[], Progress] | None, tick: Callable[[], None] | None) -> _T:
         """Wait, with a line of progress after `SHOW_AFTER_S`."""
@@ -62,6 +64,15 @@ class NotebookFrontend(PlainFrontend):
         """Into the user's namespace."""
         self._shell.user_ns[name] = value
 
+    def preview(self, images: Sequence[Any], label: str) -> None:
+        """The images in one place of the cell's output, at most five times a second."""
+        now = time.monotonic()
+        if not images:
+            self._pictures.clear()
+        elif now >= self._next_picture_s:
+            self._next_picture_s = now + _UPDATE_S
+            self._pictures.show({"text/plain": label, "image/png": image_png(list(images))})
+
 
 class StatusLine:
     """A line that says how far something is; it appears after a second and is gone at the end."""
@@ -71,7 +82,7 @@ class StatusLine:
         self._begin = time.monotonic()
         self._next = self._begin + SHOW_AFTER_S
         self._rich = rich
-        self._shown: Any = None
+        self._place = Place()
         self._width = 0
 
     def update(self) -> None:
@@ -86,19 +97,37 @@ class StatusLine:
 
     def close(self) -> None:
         """Take the line away; a saved notebook keeps nothing of it."""
-        if self._width or self._shown is not None:
+        self._place.clear()
+        if self._width:
             self._show("")
-        self._shown = None
 
     def _show(self, text: str) -> None:
-        if not self._rich:
-            sys.stderr.write(f"\r{text.ljust(self._width)}" if text else f"\r{' ' * self._width}\r")
-            sys.stderr.flush()
-            self._width = len(text)
-        elif self._shown is None:
-            self._shown = display({"text/plain": text}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        if self._rich:
+            self._place.show({"text/plain": text})
+            return
+        sys.stderr.write(f"\r{text.ljust(self._width)}" if text else f"\r{' ' * self._width}\r")
+        sys.stderr.flush()
+        self._width = len(text)
+
+
+class Place:
+    """An output of a cell that changes where it stands, and leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+
+    def show(self, bundle: dict[str, Any]) -> None:
+        """Put a MIME bundle there."""
+        if self._shown is None:
+            self._shown = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
-            self._shown.update({"text/plain": text}, raw=True)
+            self._shown.update(bundle, raw=True)
+
+    def clear(self) -> None:
+        """Take away what is there."""
+        if self._shown is not None:
+            self._shown.update({"text/plain": ""}, raw=True)
+            self._shown = None
 
 
 @contextmanager

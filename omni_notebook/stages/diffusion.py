@@ -11,12 +11,15 @@ from omni_notebook.errors import ArgumentError
 from omni_notebook.models.dit import DiTConfig
 from omni_notebook.models.loaders import read_config
 from omni_notebook.models.scene import encode_plan
-from omni_notebook.stages.diffusion_scheduler import DiffusionScheduler, ImagePrompt
+from omni_notebook.stages.diffusion_scheduler import DiffusionScheduler
+from omni_notebook.stages.image_requests import ImagePrompt
+from omni_notebook.stages.step_scheduler import StepScheduler
 
 if TYPE_CHECKING:
     from omni_notebook.config import StageConfig
     from omni_notebook.protocol import OmniSamplingParams
     from omni_notebook.stages.requests import StageOutput
+    from omni_notebook.stages.scheduler import Scheduler
     from omni_notebook.transport.connector import Connector
 
 
@@ -29,10 +32,12 @@ class DiffusionModel:
         self._shape = DiTConfig.from_dict(read_config(Path(config.model)))
         self._shape.check_parallel(config.tensor_parallel_size)
         self._max_batch_size = config.max_batch_size
+        self._step_execution = config.step_execution
 
-    def make_scheduler(self, connector: Connector | None) -> DiffusionScheduler:  # noqa: ARG002
-        """FIFO batches of requests that share steps and guidance."""
-        return DiffusionScheduler(max_batch_size=self._max_batch_size)
+    def make_scheduler(self, connector: Connector | None) -> Scheduler:  # noqa: ARG002
+        """FIFO batches of requests that share steps and guidance, or single steps of all that run."""
+        kind = StepScheduler if self._step_execution else DiffusionScheduler
+        return kind(max_batch_size=self._max_batch_size)
 
     def check(self, params: OmniSamplingParams) -> None:
         """The size must be the model's own."""

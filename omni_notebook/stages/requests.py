@@ -19,7 +19,7 @@ class StageOutput:
     """What a stage made of a request so far; `final` ends the request's time in this stage.
 
     `hidden`: float32 array (tokens, hidden size) of the generated tokens or None. `pixels`: uint8 arrays (H, W, 3);
-    `png`: the same, encoded.
+    `png`: the same, encoded. `progress`: 0 … 1 where it is known.
     """
 
     state: RequestState
@@ -31,6 +31,7 @@ class StageOutput:
     pixels: list[Any] = field(default_factory=list)
     png: list[bytes] = field(default_factory=list)
     error: BaseException | None = None
+    progress: float | None = None
     weight_version: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 

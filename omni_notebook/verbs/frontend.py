@@ -41,6 +41,9 @@ class Frontend(Protocol):
     def store(self, name: str, value: object) -> None:
         """Keep `value` for the user under `name`."""
 
+    def preview(self, images: Sequence[Any], label: str) -> None:
+        """Show unfinished images in the place of those before; no images: take them away."""
+
 
 class PlainFrontend:
     """Text on stdout and no progress: the command line's base, and what tests use. `variables` takes `--out`."""
@@ -66,6 +69,9 @@ class PlainFrontend:
     def store(self, name: str, value: object) -> None:
         """Into `variables`."""
         self.variables[name] = value
+
+    def preview(self, images: Sequence[Any], label: str) -> None:
+        """Text has no place for pictures."""
 
 
 def poll(future: Future[_T], tick: Callable[[], None]) -> _T:

@@ -78,6 +78,7 @@ class _Stream:
         self.text = ""
         self.last: OmniRequestOutput | None = None
         self.images: list[Any] = []
+        self._previewed = False
         self._frontend = frontend
         self._label = label
 
@@ -97,22 +98,32 @@ class _Stream:
             output = self.outputs.popleft()
             self.last = output
             self.images = output.images or self.images
+            if output.images and not output.finished:
+                self._previewed = True
+                self._frontend.preview(output.images, _how_far(output.metrics))
             text = output.text or text
         if text != self.text:
             label = "" if self.text else self._label
             self._frontend.write(label + (text[len(self.text) :] if text.startswith(self.text) else f"\n{text}"))
             self.text = text
 
-    def end_line(self) -> None:
-        """Close the line of text that was being written."""
+    def end(self) -> None:
+        """Close the line of text that was being written, and take previews away."""
+        if self._previewed:
+            self._frontend.preview([], "")
         if self.text and not self.text.endswith("\n"):
             self._frontend.write("\n")
+
+
+def _how_far(metrics: dict[str, Any]) -> str:
+    return f"step {metrics.get('step')} of {metrics.get('num_inference_steps')}"
 
 
 @verb
 class Generate:
     """Generate from a prompt: the text streams, images show with seed, steps and time.
 
+    On a step-level stage (start --step-execution) an image sharpens in place while it is drawn.
     The prompt is the cell (%%omni generate) or the rest of the line. A gate that is closed refuses at once.
     Where a diffusion stage follows, the text is its plan and is shown as such.
     Example: %omni generate a red star above a blue circle --seed 42
@@ -151,7 +162,7 @@ class Generate:
             _explain(error, session, args)
             raise
         finally:
-            stream.end_line()
+            stream.end()
         made = _generation(prompt, request_id, stream)
         made.elapsed_s = time.perf_counter() - begin
         session.frontend.write(f"{made.caption()}\n")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _UNSET = argparse.SUPPRESS
 _RUNTIME_HELP = "what runs the model (vllm and diffusers: not in this release)"
-_STEPS_HELP = "diffusion: step by step (not in this release)"
+_STEPS_HELP = "diffusion: schedule single denoise steps; images sharpen while they are drawn; no pause --mode keep"
 
 
 @verb

@@ -81,6 +81,29 @@ class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True, tag="diffusion")
     guidance_scale: float
 
 
+class DenoiseStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One image's part of a turn: its step `index` of `num_inference_steps`; `start` comes with the first."""
+
+    key: int
+    index: int
+    num_inference_steps: int
+    start: ImageStep | None
+
+    @property
+    def last(self) -> bool:
+        """Whether the image is complete after it."""
+        return self.index + 1 == self.num_inference_steps
+
+
+class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="steps"):
+    """One denoise step of each image; the ranks forget what they began of images that `keep` does not name."""
+
+    batch_id: str
+    images: tuple[DenoiseStep, ...]
+    guidance_scale: float
+    keep: tuple[int, ...]
+
+
 class Executed(msgspec.Struct, frozen=True, kw_only=True, tag="executed"):
     """A batch has left the device's queue; `collect` gives its outputs when they are copied and encoded.
 
@@ -91,7 +114,7 @@ class Executed(msgspec.Struct, frozen=True, kw_only=True, tag="executed"):
 
 
 class ImageAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
-    """One finished image: uint8 array (height, width, 3), and the same as PNG."""
+    """One image: uint8 array (height, width, 3), and the same as PNG; a preview is not encoded."""
 
     pixels: Any
     png: bytes

@@ -50,7 +50,14 @@ class Conditioner:
 
     def batch(self, images: Sequence[ImageStep]) -> Condition:
         """The whole batch's condition, from what was fetched ahead and what came along."""
-        ones = [self._ahead.take(i.key) if i.condition is None else self._load(i.condition) for i in images]
+        return self.together([self.one(image) for image in images])
+
+    def one(self, image: ImageStep) -> OneCondition:
+        """One image's condition, from what was fetched ahead or came along."""
+        return self._ahead.take(image.key) if image.condition is None else self._load(image.condition)
+
+    def together(self, ones: Sequence[OneCondition]) -> Condition:
+        """Several images' condition."""
         plan_ids = torch.stack([one.plan_ids for one in ones])
         if all(one.hidden is None for one in ones):
             return Condition(plan_ids)

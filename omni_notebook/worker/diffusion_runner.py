@@ -12,11 +12,12 @@ from omni_notebook.models.dit import DiT, DiTConfig
 from omni_notebook.models.flow import denoise_step, initial_noise, timesteps
 from omni_notebook.models.loaders import read_config
 from omni_notebook.models.parallel import SOLO
-from omni_notebook.worker.batches import BatchCancelledError, DiffusionBatch, Executed
+from omni_notebook.worker.batches import BatchCancelledError, DiffusionBatch, Executed, StepBatch
 from omni_notebook.worker.conditioning import Conditioner
-from omni_notebook.worker.images import answers
+from omni_notebook.worker.images import answers, step_answers
 from omni_notebook.worker.model_runner import ModelRunner, torch_dtype
 from omni_notebook.worker.runner import Deferred
+from omni_notebook.worker.steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,7 @@ class DiffusionRunner(ModelRunner):
         self._shape.check_parallel(parallel_size)
         self._dtype = torch_dtype(config.dtype)
         self._conditioner = Conditioner(self._shape, self._dtype)
+        self._steps = Steps(self._conditioner, self._shape.image_shape, self._dtype)
         self._cancelled = ""
 
     def build(self, pool: MemoryPool, parallel: TensorParallel = SOLO) -> None:
@@ -45,8 +47,18 @@ class DiffusionRunner(ModelRunner):
         self._place(lambda: DiT(self._shape, parallel), self._dtype, pool)
 
     @torch.inference_mode()
-    def execute(self, batch: DiffusionBatch, weight_version: Callable[[], str]) -> Deferred:
-        """All denoise steps of the batch; images in the batch's order."""
+    def execute(self, batch: DiffusionBatch | StepBatch, weight_version: Callable[[], str]) -> Deferred:
+        """All denoise steps of a batch, or one of each of its images; images in the batch's order."""
+        if isinstance(batch, StepBatch):
+            return self._turn(batch, weight_version)
+        return self._whole(batch, weight_version)
+
+    def _turn(self, batch: StepBatch, weight_version: Callable[[], str]) -> Deferred:
+        version = weight_version()
+        images = self._steps.turn(self._model, batch)
+        return Deferred(Executed(step_versions=((version, 1),)), lambda: step_answers(images, batch.images))
+
+    def _whole(self, batch: DiffusionBatch, weight_version: Callable[[], str]) -> Deferred:
         noise = torch.stack([initial_noise(self._shape.image_shape, image.seed) for image in batch.images])
         condition, times = self._conditioner.batch(batch.images), timesteps(batch.num_inference_steps)
         images, versions = noise.to(self._dtype), []
@@ -69,9 +81,10 @@ class DiffusionRunner(ModelRunner):
         """See `Runner.join_prefetch`."""
         self._conditioner.join()
 
-    def drop_prefetched(self) -> None:
-        """See `Runner.drop_prefetched`."""
+    def drop_transient(self) -> None:
+        """See `Runner.drop_transient`."""
         self._conditioner.drop()
+        self._steps.drop()
 
     def close(self) -> None:
         """See `Runner.close`."""

@@ -11,12 +11,25 @@ from omni_notebook.models.flow import to_uint8
 from omni_notebook.worker.batches import ImageAnswer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from omni_notebook.worker.batches import DenoiseStep
 
 
 def answers(images: torch.Tensor) -> list[ImageAnswer]:
     """(B, C, H, W) in [−1, 1] as bytes and as PNG, in the batch's order."""
     return [ImageAnswer(pixels=pixels, png=_png(pixels)) for pixels in to_uint8(images).numpy()]
+
+
+def step_answers(images: torch.Tensor, steps: Sequence[DenoiseStep]) -> list[ImageAnswer]:
+    """The same of one turn's images, of which only the complete ones are encoded."""
+    pictures = to_uint8(images).numpy()
+    return [
+        ImageAnswer(pixels=pixels, png=_png(pixels) if step.last else b"")
+        for pixels, step in zip(pictures, steps, strict=True)
+    ]
 
 
 def _png(pixels: Any) -> bytes:

@@ -66,7 +66,7 @@ class ModelRunner:
     def join_prefetch(self) -> None:
         """Nothing is on its way."""
 
-    def drop_prefetched(self) -> None:
+    def drop_transient(self) -> None:
         """Nothing is there."""
 
     def synchronize(self) -> None:

@@ -57,8 +57,8 @@ class Runner(Protocol):
         """Return once no conditioning is on its way to the device."""
         ...
 
-    def drop_prefetched(self) -> None:
-        """Give up conditioning that is on the device; the scheduler sends it again."""
+    def drop_transient(self) -> None:
+        """Give up what is on the device for requests (conditioning, half denoised images); they begin again."""
         ...
 
     def cancel(self, task_id: str) -> None:

@@ -183,8 +183,8 @@ class Worker:
         self._control.sleeping.prepare_sleep(task)
 
     def commit_sleep(self, task_id: str) -> OmniACK:
-        """See `SleepOrders.commit_sleep`; prefetched conditioning is given up with the rest."""
-        self._runner.drop_prefetched()
+        """See `SleepOrders.commit_sleep`; what is there for requests is given up too."""
+        self._runner.drop_transient()
         return self._control.sleeping.commit_sleep(task_id)
 
     def abort_sleep(self, task_id: str) -> None:

@@ -283,3 +283,20 @@ def test_an_interrupted_start_is_undone_and_a_new_one_works():
         ) in broken.error[0]
     finally:
         kernel.close()
+
+
+def test_an_image_of_a_step_level_stage_sharpens_in_place(kernel):
+    assert kernel.run("engine = %omni start --replace --step-execution").status == "ok"
+    drawn = kernel.run("made = %omni generate a red star --steps 300 --seed 1")
+    assert drawn.status == "ok"
+    shown = [bundle for bundle in (*drawn.shown, *drawn.updates) if "image/png" in bundle]
+    steps = [int(re.fullmatch(r"step (\d+) of 300", bundle["text/plain"])[1]) for bundle in shown]
+    assert len(steps) >= 2
+    assert steps == sorted(set(steps))
+    assert len({bundle["image/png"] for bundle in shown}) == len(shown)
+    assert len(drawn.shown) == 1, "the later pictures take the place of the first"
+    assert drawn.updates[-1] == {"text/plain": ""}, "a saved notebook keeps the result, not the previews"
+    refused = kernel.run("%omni pause 1 --mode keep")
+    assert refused.status == "error"
+    assert "step_execution=True" in refused.error[0]
+    assert kernel.run("engine = %omni start --replace").status == "ok"

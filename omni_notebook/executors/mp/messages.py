@@ -15,6 +15,7 @@ from omni_notebook.worker.batches import (
     ImageAnswer,
     Prefetch,
     SequenceAnswer,
+    StepBatch,
 )
 from omni_notebook.worker.reports import LoadReport, WakeOutlook
 
@@ -111,7 +112,7 @@ METHODS: dict[str, Signature] = {
     "join": Signature(tuple[str], None),
     "load": Signature(_NONE, LoadReport),
     "set_weight_version": Signature(tuple[str], None),
-    "execute": Signature(tuple[ArBatch | DiffusionBatch], list[SequenceAnswer] | Executed),
+    "execute": Signature(tuple[ArBatch | DiffusionBatch | StepBatch], list[SequenceAnswer] | Executed),
     "collect": Signature(tuple[str], list[ImageAnswer]),
     "prefetch": Signature(tuple[Prefetch], None),
     "cancel": Signature(tuple[str], None),

@@ -30,8 +30,8 @@ def check_pausable(stages: Sequence[Stage], mode: PauseMode) -> None:
     for stage in stages:
         if mode == PauseMode.KEEP and stage.config.step_execution:
             msg = (
-                f"stage {stage.stage_id} runs single steps (step_execution=True): mode='keep' is not supported there; "
-                f"use sleep([{stage.stage_id}], mode='wait' | 'abort'), or abort its requests. Nothing changed"
+                f"stage {stage.stage_id} runs single steps (step_execution): mode 'keep' is not supported there; call "
+                "sleep(..., mode='wait' | 'abort'), or abort its requests. Nothing changed"
             )
             raise StepLevelError(msg)
 

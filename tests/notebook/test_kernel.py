@@ -298,5 +298,6 @@ def test_an_image_of_a_step_level_stage_sharpens_in_place(kernel):
     assert drawn.updates[-1] == {"text/plain": ""}, "a saved notebook keeps the result, not the previews"
     refused = kernel.run("%omni pause 1 --mode keep")
     assert refused.status == "error"
-    assert "step_execution=True" in refused.error[0]
+    assert "runs single steps (--step-execution)" in refused.error[0]
+    assert "call %omni sleep 1 --mode wait (or abort)" in refused.error[0]
     assert kernel.run("engine = %omni start --replace").status == "ok"

@@ -58,6 +58,7 @@ class DiffusionScheduler:
         self._waiting: deque[StageRequest] = deque()
         self._running: tuple[StageRequest, ...] = ()
         self._leaving: list[StageRequest] = []
+        self._ahead: set[int] = set()
         self._batch_id = ""
 
     def add(self, request: StageRequest) -> None:
@@ -79,22 +80,25 @@ class DiffusionScheduler:
         for request in chosen:
             self._waiting.remove(request)
             request.started_s = time.perf_counter()
+            if request.payload.prefetched:
+                self._ahead.discard(request.payload.key)  # the batch takes it
         self._running = tuple(chosen)
         payload = _payload(chosen)
         self._batch_id = payload.batch_id
         return Batch(self._running, payload, payload.batch_id)
 
     def prefetch(self) -> Prefetch | None:
-        """The conditioning of the next batch, of those requests whose is not on the device yet."""
+        """The conditioning of the next batch that is not on the device yet, and whose there is still wanted."""
         following = self._next()
         fresh = [r for r in following if not r.payload.prefetched]
-        if not fresh:
-            return None
         for request in fresh:
             request.payload.prefetched = True
+        before, self._ahead = self._ahead, {r.payload.key for r in self._waiting if r.payload.prefetched}
+        if not fresh and before <= self._ahead:
+            return None
         return Prefetch(
             conditions={r.payload.key: r.payload.condition for r in fresh},
-            keep=tuple(r.payload.key for r in (*self._running, *self._waiting) if r.payload.prefetched),
+            keep=(*(r.payload.key for r in self._running if r.payload.prefetched), *self._ahead),
         )
 
     def executed(self, batch: Batch, answer: Executed) -> None:

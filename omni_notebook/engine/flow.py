@@ -128,7 +128,7 @@ class Flow:
             self._outputs.append(error)
         self._changed.notify()
         for stage in self.route:
-            stage.changed.notify()
+            stage.kick()  # its end may have made room for another one at the connector
         self._on_end(self)
 
     def _publish(self, output: OmniRequestOutput) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from omni_notebook.errors import DeadlineError, UnsupportedError
+from omni_notebook.errors import DeadlineError, EngineClosedError, OmniError, UnsupportedError
 
 if TYPE_CHECKING:
     from omni_notebook.errors import WorkerDiedError
@@ -35,7 +35,7 @@ class Executor(Protocol):
     """The ranks of one replica. Calls reach each rank in the order in which they were made.
 
     A worker's method may return a `concurrent.futures.Future`: the rank goes on with its next order, and this one is
-    answered when the future is done.
+    answered when the future is done; EngineClosedError if the worker's `shutdown` leaves it open.
     """
 
     ranks: tuple[RankId, ...]
@@ -100,6 +100,16 @@ def silent(where: RankId, method: str, waited_s: float) -> RankAnswer:
     """The answer that stands for a rank that has not answered in time."""
     message = f"{where.title} of stage {where.stage_id} did not answer {method!r} within {round(waited_s, 1):g} s"
     return RankAnswer(where, None, DeadlineError(message))
+
+
+def shut_down(where: RankId) -> EngineClosedError:
+    """The answer to calls that a shutdown leaves open, and to those after it."""
+    return EngineClosedError(f"stage {where.stage_id} was shut down")
+
+
+def called_off(where: RankId, method: str) -> OmniError:
+    """The answer that stands for a worker's future that was cancelled."""
+    return OmniError(f"{where.title} of stage {where.stage_id} called its answer to {method!r} off")
 
 
 def method_of(worker: Any, name: str) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ For limits and benchmarks of what is above the executors; it keeps the same cont
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 from concurrent.futures import Future
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_notebook.errors import EngineClosedError, WorkerDiedError
-from omni_notebook.executors.base import RankAnswer, method_of, silent, told
+from omni_notebook.errors import WorkerDiedError
+from omni_notebook.executors.base import RankAnswer, called_off, method_of, shut_down, silent, told
 from omni_notebook.executors.simulated_worker import SimulatedWorker
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from omni_notebook.executors.base import OnDeath
     from omni_notebook.protocol import RankId, RankStatus
     from omni_notebook.worker.reports import WorkerSpec
+
+END_S = 3.0
+"""At a shutdown the orders before it are given this long."""
+LAST_WORD_S = 0.2
+"""What a worker's shutdown has answered arrives within this."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,7 +73,7 @@ class SimulatedExecutor:
     ) -> list[RankAnswer]:
         """See `Executor.call`."""
         if self._closed:
-            return [RankAnswer(where, None, _closed(where)) for where in self.ranks]
+            return [RankAnswer(where, None, shut_down(where)) for where in self.ranks]
         began_s = self._loop.time()
         futures = [rank.order(method, args) for rank in self._ranks]
         ends_s = math.inf if timeout_s is None else self._loop.time() + timeout_s
@@ -118,8 +124,7 @@ class SimulatedExecutor:
             self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end()))
 
     async def _end(self) -> None:
-        for rank in self._ranks:
-            await rank.end()
+        await asyncio.gather(*(rank.end() for rank in self._ranks))
         self._ended = True
 
     @property
@@ -130,13 +135,18 @@ class SimulatedExecutor:
 
 @dataclass(slots=True, frozen=True)
 class _Order:
-    """One order; `turn` is set when the next may begin."""
+    """One order; `run` gives a value or an error, `turn` is set when the next may begin."""
 
     method: str
-    args: tuple[Any, ...]
+    run: Callable[[], tuple[Any, BaseException | None]]
     behaviour: Behaviour
     answer: asyncio.Future[RankAnswer]
     turn: asyncio.Future[None]
+
+
+def _given(value: Any) -> tuple[Any, BaseException | None]:
+    """What an order that was begun at once has given already: a coroutine or a future."""
+    return value, None
 
 
 class _Rank:
@@ -165,14 +175,15 @@ class _Rank:
             answer.set_result(RankAnswer(self.where, None, self.error))
             return answer
         behaviour = self._behave(self.where, method)
+        run = functools.partial(self._run, method, args)
         if behaviour is _AS_TOLD and (self._last is None or self._last.done()):
-            value, error = self._run(method, args)
+            value, error = run()
             if not inspect.isawaitable(value) and not isinstance(value, Future):
                 answer.set_result(RankAnswer(self.where, value, error))
                 return answer
-            method, args = "_given", (value,)
+            run = functools.partial(_given, value)
         before, self._last = self._last, loop.create_future()
-        order = _Order(method, args, behaviour, answer, self._last)
+        order = _Order(method, run, behaviour, answer, self._last)
         self._orders[answer] = loop.create_task(self._later(before, order))
         return answer
 
@@ -192,12 +203,12 @@ class _Rank:
         if behaviour.dies:
             self.die()
             return
-        value, error = (order.args[0], None) if order.method == "_given" else self._run(order.method, order.args)
+        value, error = order.run()
         if behaviour.error is not None:
             value, error = None, behaviour.error
         if isinstance(value, Future):
             order.turn.set_result(None)  # the next order does not wait for this answer
-            value = asyncio.wrap_future(value)
+            value = self._result(order.method, value)
         if inspect.isawaitable(value):
             try:
                 value = await value
@@ -208,6 +219,14 @@ class _Rank:
             order.turn.set_result(None)
         if not order.answer.done():
             order.answer.set_result(RankAnswer(self.where, value, error))
+
+    async def _result(self, method: str, future: Future[Any]) -> Any:
+        """What a worker's future gives."""
+        given = asyncio.wrap_future(future)
+        await asyncio.wait({given})
+        if given.cancelled():
+            raise called_off(self.where, method)
+        return given.result()
 
     def memory(self) -> RankStatus:
         """The worker's, or what is left of it."""
@@ -230,17 +249,15 @@ class _Rank:
         self._on_death(where, self.error)
 
     async def end(self) -> None:
-        """After the orders before; those that never end are called off."""
+        """After the orders before; what the worker's shutdown does not answer is called off."""
+        if self._last is not None and self.error is None:
+            await asyncio.wait({self._last}, timeout=END_S)
+        self.worker.shutdown()
         tasks = {task for task in self._orders.values() if task is not None}
         if tasks:
-            _, stuck = await asyncio.wait(tasks, timeout=3.0)
+            _, stuck = await asyncio.wait(tasks, timeout=LAST_WORD_S)
             for task in stuck:
                 task.cancel()
         for answer in self._orders:
             if not answer.done():
-                answer.set_result(RankAnswer(self.where, None, _closed(self.where)))
-        self.worker.shutdown()
-
-
-def _closed(where: RankId) -> EngineClosedError:
-    return EngineClosedError(f"stage {where.stage_id} was shut down")
+                answer.set_result(RankAnswer(self.where, None, shut_down(self.where)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import queue
 import threading
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import EngineClosedError, UnsupportedError
-from omni_notebook.executors.base import RankAnswer, method_of, silent, told
+from omni_notebook.errors import UnsupportedError
+from omni_notebook.executors.base import RankAnswer, called_off, method_of, shut_down, silent, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,22 +38,30 @@ class _Call:
         self.args = args
         self.future: Future[Any] = Future()
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: Worker) -> Future[Any] | None:
+        """Call the method; the future that will answer where it does not answer now."""
         try:
             result = method_of(worker, self.method)(*self.args)
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
-            self.future.set_exception(error)
-            return
+            self.fail(error)
+            return None
         if isinstance(result, Future):
-            result.add_done_callback(self._later)
-        else:
-            self.future.set_result(result)
+            return result
+        self.future.set_result(result)
+        return None
 
-    def _later(self, result: Future[Any]) -> None:
-        error = CancelledError("the worker was shut down first") if result.cancelled() else result.exception()
-        if error is not None:
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error, unless it is answered."""
+        with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
-        else:
+
+    def take(self, result: Future[Any], where: RankId) -> None:
+        """Answer as a worker's future did."""
+        error = called_off(where, self.method) if result.cancelled() else result.exception()
+        if error is not None:
+            self.fail(error)
+            return
+        with contextlib.suppress(InvalidStateError):
             self.future.set_result(result.result())
 
 
@@ -73,6 +83,7 @@ class UniExecutor:
         self._make_worker = make_worker
         self._worker: Worker | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._later: set[_Call] = set()
         self._closed = False
         self._lock = threading.Lock()
         name = f"omni-worker-{specs[0].where.stage_id}"
@@ -87,8 +98,18 @@ class UniExecutor:
                 call.future.set_exception(error)
             return
         while (call := self._calls.get()) is not _STOP:
-            call.run(self._worker)
+            result = call.run(self._worker)
+            if result is not None:
+                self._later.add(call)
+                result.add_done_callback(functools.partial(self._answer, call))
         self._worker.shutdown()
+        for call in list(self._later):
+            call.fail(shut_down(self.ranks[0]))
+
+    def _answer(self, call: _Call, result: Future[Any]) -> None:
+        """A call's future is done; on the thread that has done it."""
+        self._later.discard(call)
+        call.take(result, self.ranks[0])
 
     async def call(
         self,
@@ -102,7 +123,7 @@ class UniExecutor:
         call = _Call(method, args)
         with self._lock:
             if self._closed:
-                return [RankAnswer(where, None, EngineClosedError(f"stage {where.stage_id} was shut down"))]
+                return [RankAnswer(where, None, shut_down(where))]
             self._calls.put(call)
         future = asyncio.wrap_future(call.future)
         future.add_done_callback(_retrieve)

@@ -51,7 +51,7 @@ class DiffusionScheduler:
         return Batch(tuple(chosen), payload, payload.batch_id)
 
     def prefetch(self) -> Prefetch | None:
-        """The conditioning of the next batch."""
+        """The conditioning of the next batch, and whose on the device is still wanted."""
         return self._requests.prefetch(self._next())
 
     def executed(self, batch: Batch, answer: Executed) -> None:

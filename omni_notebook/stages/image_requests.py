@@ -69,12 +69,14 @@ class ImageRequests:
         self.waiting: deque[StageRequest] = deque()
         self.running: list[StageRequest] = []
         self.leaving: list[StageRequest] = []
+        self._ahead: set[int] = set()
 
     def start(self, requests: Iterable[StageRequest]) -> None:
         """They run now."""
         for request in requests:
             self.waiting.remove(request)
             self.running.append(request)
+            self._ahead.discard(request.payload.key)  # its batch takes it
 
     def leave(self, requests: Iterable[StageRequest]) -> None:
         """They are computed; their images are being copied and encoded."""
@@ -90,13 +92,13 @@ class ImageRequests:
         self.leaving = [r for r in self.leaving if r not in ended]
 
     def prefetch(self, following: Sequence[StageRequest]) -> Prefetch | None:
-        """The conditioning of those who run next, unless it is all on the device already."""
-        fresh = [r.payload for r in following if not r.payload.prefetched]
-        if not fresh:
+        """The conditioning of those who run next that is not on the device yet, and whose there is still wanted."""
+        conditions = {r.payload.key: r.payload.send_ahead() for r in following if not r.payload.prefetched}
+        before, self._ahead = self._ahead, {r.payload.key for r in self.waiting if r.payload.prefetched}
+        if not conditions and before <= self._ahead:
             return None
-        conditions = {payload.key: payload.send_ahead() for payload in fresh}
-        there = (r.payload for r in (*self.running, *self.waiting))
-        return Prefetch(conditions=conditions, keep=tuple(payload.key for payload in there if payload.prefetched))
+        running = (r.payload.key for r in self.running if r.payload.prefetched)
+        return Prefetch(conditions=conditions, keep=(*running, *self._ahead))
 
     def requeue(self) -> None:
         """What was begun, or computed but not delivered, begins again later; the ranks hold nothing of it any more."""
@@ -105,6 +107,7 @@ class ImageRequests:
                 request.payload.step_versions.clear()
                 self.waiting.appendleft(request)
         self.running, self.leaving = [], []
+        self._ahead.clear()
         for request in self.waiting:
             request.payload.prefetched = False
 

@@ -92,6 +92,7 @@ class Replica:
         """End one request; whether it was here."""
         found = self.scheduler.abort(request_id)
         self._stop_what_nobody_waits_for()
+        self._prefetch()
         self.kick()
         return found
 
@@ -121,7 +122,10 @@ class Replica:
                 await self._step(batch)
 
     def _prefetch(self) -> None:
-        """While a batch runs, begin to move what the next one needs; a closed scheduler has no next one."""
+        """While a batch runs, begin to move what the next one needs, and give up what none does.
+
+        A closed scheduler has no next one.
+        """
         if self.open and self._executing:
             wanted = self.scheduler.prefetch()
             if wanted is not None:

@@ -38,7 +38,10 @@ class Scheduler(Protocol):
         ...
 
     def prefetch(self) -> Prefetch | None:
-        """What the next batch needs and can be moved to the device while another runs; None: nothing new."""
+        """What the next batch needs and can be moved to the device while another runs, and what is there for nobody.
+
+        None: no news.
+        """
         ...
 
     def executed(self, batch: Batch, answer: Any) -> None:

@@ -47,12 +47,14 @@ class Prefetcher(Generic[T]):
         return future.result()
 
     def join(self) -> None:
-        """Return once nothing is on its way."""
-        with self._lock:
-            flying = list(self._fetched.values())
-        wait(flying)
+        """Return once nothing is on its way, of what was dropped meanwhile neither."""
+        wait([self._thread.submit(_nothing)])
 
     def close(self) -> None:
         """Drop everything and end the thread; idempotent."""
         self.keep(())
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _nothing() -> None:
+    """The last in the queue: when it is done all before it are."""

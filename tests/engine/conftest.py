@@ -12,9 +12,10 @@ import pytest
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.executors.mp import executor as mp_executor
 from omni_notebook.stages import replica, transitions
+from omni_notebook.worker import worker
 from tests.engine import faults
 from tests.engine.engine_helpers import golden, reset
-from tests.engine.faulty_worker import FAULTY, PATIENCE
+from tests.engine.faulty_worker import FAULTY, PATIENCE, FaultyWorker
 from tests.executors.executor_helpers import fds, shared_files
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def faulty_workers() -> Iterator[None]:
-    """Children of these tests can be told to fail."""
+    """Ranks of these tests can be told to fail, those in children and those here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mp_executor, "WORKER", FAULTY)
+        patch.setattr(worker, "Worker", FaultyWorker)
         yield
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
-import time
 from typing import TYPE_CHECKING, Any
 
 from tests.engine import faulty_worker
@@ -68,11 +68,13 @@ def rank_fault(engine: AsyncOmni, stage_id: int, place: tuple[int, int], method:
 
 @contextlib.contextmanager
 def fault(
-    engine: AsyncOmni, stage_id: int, method: str, error: BaseException, *, after: bool = False
+    engine: AsyncOmni, stage_id: int, method: str, error: BaseException, *, after: bool = False, **more: Any
 ) -> Iterator[None]:
-    """Make one rank raise in one order, at the seam between the executor and the worker; `after` doing it if so."""
-    if in_processes(engine):
-        with _told(engine, stage_id, method, error=type(error).__name__, args=error.args, after=after):
+    """Make ranks raise in one order, or in a job of their threads; `after` doing it if so."""
+    known = getattr(builtins, type(error).__name__, None) is type(error)
+    if in_processes(engine) or method in faulty_worker.ON_THREADS or more:
+        assert known, "a rank's process makes the error by its name"
+        with _told(engine, stage_id, method, error=type(error).__name__, args=error.args, after=after, **more):
             yield
         return
     executor: Any = engine._core.stages[stage_id].replicas[0].executor
@@ -93,24 +95,9 @@ def fault(
 
 @contextlib.contextmanager
 def slow(engine: AsyncOmni, stage_id: int, seconds: float, order: str = "execute") -> Iterator[None]:
-    """Make every batch (or another order) of a stage take longer by `seconds`, as a big model would."""
-    if in_processes(engine):
-        with _told(engine, stage_id, order, seconds=seconds):
-            yield
-        return
-    executor: Any = engine._core.stages[stage_id].replicas[0].executor
-    worker = executor._worker
-    method = getattr(worker, order)
-
-    def slower(argument: Any) -> Any:
-        time.sleep(seconds)
-        return method(argument)
-
-    setattr(worker, order, slower)
-    try:
+    """Make every batch of a stage (or another order, or a job of its threads) take longer, as a big model would."""
+    with _told(engine, stage_id, order, seconds=seconds):
         yield
-    finally:
-        delattr(worker, order)
 
 
 def ask(engine: AsyncOmni, stage_id: int, question: str, *args: Any) -> Any:

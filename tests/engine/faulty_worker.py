@@ -1,7 +1,7 @@
 """A worker whose orders can be made to fail or to take longer, by words on the channel that `cancel` uses.
 
-An engine on `executor="mp"` has it in its children under test, so that a fault happens where a real one would: in the
-rank's own process. The channel is the one that overtakes orders in progress.
+Engines under test have it, in their children or here, so that a fault happens where a real one would: in the rank's
+own process and thread. The channel is the one that overtakes orders in progress. It keeps a journal of what a rank did.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,12 +41,18 @@ ORDERS = (
 )
 INSIDE = ("map_restore", "reload")
 """Steps inside a wake: the pool's, and the weights'."""
+ON_THREADS = OUTPUT, FETCH = "output", "fetch"
+"""Jobs of a rank's other threads: a batch's copy and encoding, one image's conditioning."""
+JOURNAL = 10_000
+TAKEN = "taken"
+"""A journal's word for a batch's images: for each whether its conditioning was on the device before the batch began."""
 
 
 def words(**fault: Any) -> str:
     """What to send: `method` with `error` (a builtin's name) and `args`, or `seconds`, or `signal`, or nothing.
 
     Nothing makes it well. `place` = (replica, rank) means this rank only. `after` = the step is carried out first.
+    `times` = it is well again after so many.
     """
     return PREFIX + json.dumps(fault)
 
@@ -86,15 +93,48 @@ def scribble(worker: Worker, how: str) -> None:
         ctypes.memset(weight.data_ptr(), 0x3E, 4)
 
 
+def journal(worker: FaultyWorker) -> list[tuple[float, str, Any]]:
+    """What the rank did since it was last asked: (monotonic seconds, "name begins" | "name ends" | `TAKEN`, detail)."""
+    entries, worker._journal = list(worker._journal), deque(maxlen=JOURNAL)
+    return entries
+
+
+def fetched(worker: Worker) -> int:
+    """How many images' conditioning the rank holds, or is fetching."""
+    runner: Any = worker._runner
+    return len(runner._conditioner._ahead)
+
+
 class FaultyWorker(Worker):
-    """A real worker; what was ordered through `cancel` happens in front of its methods."""
+    """A real worker; what was ordered through `cancel` happens in front of its methods and its threads' jobs."""
 
     def __init__(self, spec: Any) -> None:
         self._faults: dict[str, dict[str, Any]] = {}
+        self._journal: deque[tuple[float, str, Any]] = deque(maxlen=JOURNAL)
         patience_s = float(os.environ.get(PATIENCE, spec.collective_timeout_s))
         super().__init__(msgspec.structs.replace(spec, collective_timeout_s=patience_s))
         for owner, step in zip((self._pool, self._weights), INSIDE, strict=True):
             setattr(owner, step, self._perhaps(step, getattr(owner, step)))
+        self._outputs.put = self._on_thread(OUTPUT, self._outputs.put)  # type: ignore[method-assign]
+        conditioner = getattr(self._runner, "_conditioner", None)
+        if conditioner is not None:
+            conditioner._ahead.fetch = self._on_thread(FETCH, conditioner._ahead.fetch)
+            conditioner.batch = self._taking(conditioner, conditioner.batch)
+
+    def _on_thread(self, name: str, submit: Callable[..., None]) -> Callable[..., None]:
+        """`submit(key, job)` of a thread, whose jobs may fail or take longer."""
+        return lambda key, job: submit(key, self._perhaps(name, job, key))
+
+    def _taking(self, conditioner: Any, batch: Callable[..., Any]) -> Callable[..., Any]:
+        def take(images: Any) -> Any:
+            there = conditioner._ahead._fetched
+            self._note(TAKEN, [i.condition is None and there[i.key].done() for i in images])
+            return batch(images)
+
+        return take
+
+    def _note(self, what: str, detail: Any = None) -> None:
+        self._journal.append((time.monotonic(), what, detail))
 
     def cancel(self, task_id: str) -> None:
         if not task_id.startswith(PREFIX):
@@ -105,6 +145,8 @@ class FaultyWorker(Worker):
         if fault.get("place") in (None, [where.replica, where.rank]):
             self._faults[fault["method"]] = fault
 
+    journal = journal
+    fetched = fetched
     addresses = addresses
     segments = segments
     first_weight = first_weight
@@ -114,14 +156,26 @@ class FaultyWorker(Worker):
         value = super().__getattribute__(name)
         return self._perhaps(name, value) if name in ORDERS else value
 
-    def _perhaps(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _fault_of(self, name: str) -> dict[str, Any]:
+        fault = self._faults.get(name, {})
+        if "times" in fault:
+            fault["times"] -= 1
+            if fault["times"] < 0:
+                return {}
+        return fault
+
+    def _perhaps(self, name: str, step: Callable[..., Any], detail: Any = None) -> Callable[..., Any]:
         def perhaps(*args: Any, **known: Any) -> Any:
-            fault = self._faults.get(name, {})
-            if not fault.get("after"):
-                _happen(fault)
-            answer = step(*args, **known)
-            if fault.get("after"):
-                _happen(fault)
+            fault = self._fault_of(name)
+            self._note(f"{name} begins", detail)
+            try:
+                if not fault.get("after"):
+                    _happen(fault)
+                answer = step(*args, **known)
+                if fault.get("after"):
+                    _happen(fault)
+            finally:
+                self._note(f"{name} ends", detail)
             return answer
 
         return perhaps

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,21 @@ def make_error(kind: str) -> BaseException:
     return errors[kind]
 
 
+def _after(seconds: float, work: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001  (the order's own)
+            future.set_exception(error)
+
+    threading.Timer(seconds, run).start()
+    return future
+
+
 class EchoWorker:
-    """Answers at once whatever it is asked; all methods are orders but for `memory` and `cancel`."""
+    """Answers at once whatever it is asked; all methods are orders but for `memory`, `cancel` and `prefetch`."""
 
     def __init__(self, spec: Any) -> None:
         if spec.version == "broken":
@@ -54,14 +68,22 @@ class EchoWorker:
         self.journal: list[Any] = []
         self.cancelled: set[str] = set()
         self.held: dict[str, Any] = {}
+        self.told = threading.Event()
+        self.last: list[Future[Any]] = []
         self.closed = False
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Nothing is held; who waits for the last word gets it."""
         self.closed = True
+        for future in self.last:
+            future.set_result("last word")
 
     def cancel(self, task_id: str) -> None:
         self.cancelled.add(task_id)
+
+    def prefetch(self, wanted: Any) -> None:
+        self.journal.append(list(wanted.keep))
+        self.told.set()
 
     def memory(self) -> RankStatus:
         held = {tag: TagMemory(len(data), len(data)) for tag, data in self.held.items()}
@@ -109,6 +131,48 @@ class EchoWorker:
                 return "cancelled"
             time.sleep(0.005)
         return "done"
+
+    def wait_until_told(self, seconds: float) -> Any:
+        """Until `prefetch` was called: whether it was, and what it said."""
+        return [self.told.wait(seconds), self.journal]
+
+    # ------------------------------------------------------------------- orders answered by a future
+
+    def later(self, seconds: float, value: Any) -> Future[Any]:
+        """Answer when the time has come; the next order need not wait."""
+        return _after(seconds, lambda: value)
+
+    def fail_later(self, seconds: float, kind: str) -> Future[Any]:
+        def broken() -> None:
+            raise make_error(kind)
+
+        return _after(seconds, broken)
+
+    def later_on(self, rank: int, seconds: float) -> Any:
+        """One rank answers later, the others at once."""
+        return self.later(seconds, "late") if self.where.rank == rank else "at once"
+
+    def never(self) -> Future[Any]:
+        return Future()
+
+    def called_off(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.cancel()
+        return future
+
+    def at_the_end(self) -> Future[Any]:
+        """Answered by `shutdown`."""
+        self.last.append(Future())
+        return self.last[-1]
+
+    def exit_later_on(self, rank: int, seconds: float) -> Any:
+        """One rank dies while its answer is on its way."""
+        if self.where.rank != rank:
+            return "done"
+        threading.Timer(seconds, os._exit, (9,)).start()
+        return Future()
+
+    # ----------------------------------------------------------------------------------- errors
 
     def fail(self, kind: str) -> None:
         raise make_error(kind)
@@ -192,6 +256,9 @@ class DyingWorker(EchoWorker):
 
 class AsyncEchoWorker(EchoWorker):
     """The same for an executor whose ranks share a thread: what takes time is a coroutine."""
+
+    async def wait_until_told(self, seconds: float) -> Any:  # type: ignore[override]
+        return [await asyncio.to_thread(self.told.wait, seconds), self.journal]
 
     async def wait(self, seconds: float) -> str:  # type: ignore[override]
         await asyncio.sleep(seconds)

@@ -14,9 +14,12 @@ from omni_notebook.errors import (
     ConfigError,
     DeadlineError,
     EngineClosedError,
+    OmniError,
     OutOfMemoryError,
     UnsupportedError,
+    WorkerDiedError,
 )
+from omni_notebook.worker.batches import Prefetch
 from tests.executors.executor_helpers import alive, fds, frame_maps, until
 
 if TYPE_CHECKING:
@@ -274,6 +277,140 @@ def test_a_caller_that_goes_away_disturbs_nobody(run: Run) -> None:
         await asyncio.sleep(0.02)
         order.cancel()
         assert values(await executor.call("echo", 1)) == [1] * run.n_ranks
+
+    run(test)
+
+
+# ------------------------------------------------------------------------- answers that come later
+
+
+def test_an_order_that_answers_later_does_not_hold_the_next_one_back(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        await executor.call("ping")
+        order = asyncio.create_task(executor.call("later", 0.5, "picture"))
+        await asyncio.sleep(0)
+        assert values(await executor.call("note", 1)) == [[1]] * run.n_ranks
+        assert not order.done()
+        assert values(await order) == ["picture"] * run.n_ranks
+
+    run(test)
+
+
+def test_later_answers_come_when_they_are_ready_each_to_its_caller(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        await executor.call("ping")
+        ended: list[int] = []
+
+        async def one(n: int) -> None:
+            assert values(await executor.call("later", 0.5 - n * 0.1, n)) == [n] * run.n_ranks
+            ended.append(n)
+
+        await asyncio.gather(*map(one, range(5)))
+        assert ended == [4, 3, 2, 1, 0]
+
+    run(test)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_the_error_of_a_later_answer_comes_back_as_itself(run: Run, seconds: float) -> None:
+    async def test() -> None:
+        executor = run.make()
+        for kind, wanted in {"memory": OutOfMemoryError, "value": ValueError}.items():
+            answers = await executor.call("fail_later", seconds, kind)
+            assert [type(a.error) for a in answers] == [wanted] * run.n_ranks
+        assert values(await executor.call("rank")) == list(range(run.n_ranks))
+
+    run(test)
+
+
+def test_a_later_answer_that_was_called_off_is_an_error_and_not_silence(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        answers = await executor.call("called_off", timeout_s=20.0)
+        assert [isinstance(a.error, OmniError) for a in answers] == [True] * run.n_ranks
+        assert DeadlineError not in {type(a.error) for a in answers}
+        assert values(await executor.call("rank")) == list(range(run.n_ranks))
+
+    run(test)
+
+
+def test_only_the_rank_whose_answer_comes_too_late_answers_deadline_error(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        await executor.call("ping")
+        answers = await executor.call("later_on", run.n_ranks - 1, 0.6, timeout_s=0.2)
+        assert [type(a.error) for a in answers] == [type(None)] * (run.n_ranks - 1) + [DeadlineError]
+        await asyncio.sleep(0.5)  # its late answer is dropped
+        assert values(await executor.call("echo", "next")) == ["next"] * run.n_ranks
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["mp", "simulated"])
+def test_a_rank_that_dies_while_its_answer_is_on_its_way_answers_for_itself(kind: str) -> None:
+    from tests.executors.conftest import Run
+
+    run, died = Run(kind), []
+
+    async def test() -> None:
+        executor = run.make(on_death=lambda where, _error: died.append(where.rank))
+        await executor.call("ping")
+        if kind == "mp":
+            answers = await executor.call("exit_later_on", 1, 0.1, timeout_s=20.0)
+        else:
+            asyncio.get_running_loop().call_later(0.1, executor.kill, 1)
+            answers = await executor.call("later_on", 1, 5.0, timeout_s=20.0)
+        assert [type(a.error) for a in answers] == [
+            WorkerDiedError if rank == 1 else type(None) for rank in range(run.n_ranks)
+        ]
+        assert died == [1]
+
+    run(test)
+
+
+def test_shutdown_while_an_answer_is_on_its_way_keeps_nobody_waiting(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        await executor.call("ping")
+        never = asyncio.create_task(executor.call("never"))
+        last = asyncio.create_task(executor.call("at_the_end"))
+        await asyncio.sleep(0)
+        assert values(await executor.call("rank")) == list(range(run.n_ranks))
+        started = time.monotonic()
+        executor.shutdown()
+        answers = await asyncio.wait_for(never, 10)
+        assert [type(a.error) for a in answers] == [EngineClosedError] * run.n_ranks
+        assert values(await last) == ["last word"] * run.n_ranks
+        await until(lambda: executor.ended, 10)
+        assert time.monotonic() - started < 8
+
+    run(test)
+
+
+# ------------------------------------------------------------------------------ what overtakes
+
+
+def test_what_is_told_overtakes_an_order_in_progress(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        await executor.call("ping")
+        order = asyncio.create_task(executor.call("wait_until_told", 20.0))
+        await asyncio.sleep(0.05)
+        executor.tell("prefetch", Prefetch(conditions={}, keep=(3, 4)))
+        assert values(await asyncio.wait_for(order, 10)) == [[True, [[3, 4]]]] * run.n_ranks
+
+    run(test)
+
+
+@pytest.mark.parametrize("method", ["note", "execute", "barrier", "shutdown", "no_such_method"])
+def test_only_what_never_waits_may_overtake_orders(run: Run, method: str) -> None:
+    async def test() -> None:
+        executor = run.make()
+        with pytest.raises(UnsupportedError, match=f"'{method}' can not overtake orders.*Nothing was called"):
+            executor.tell(method, 1)
+        assert values(await executor.call("note", 2)) == [[2]] * run.n_ranks
 
     run(test)
 

@@ -7,8 +7,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from omni_notebook.errors import ArgumentError, EngineClosedError
-from omni_notebook.executors.base import RankAnswer, silent, told
+from omni_notebook.errors import ArgumentError
+from omni_notebook.executors.base import RankAnswer, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting
 from omni_notebook.executors.mp.messages import ASKED, Ask, LogLevel, Order, Start, Tell, payload, signature
 from omni_notebook.executors.mp.placement import places
@@ -92,7 +92,7 @@ class MpExecutor:
 
     async def _gather(self, number: int, packet: Packet, asked: _Asked) -> list[RankAnswer]:
         if self._closed:
-            return [RankAnswer(where, None, _closed(where)) for where in self.ranks]
+            return [RankAnswer(where, None, shut_down(where)) for where in self.ranks]
         began_s = self._loop.time()
         gathering = _Gathering(self.ranks, self._loop, asked.settle_s)
         for place, link in enumerate(self._links):
@@ -161,7 +161,7 @@ class MpExecutor:
         if not self._closed:
             self._closed = True
             for link in self._links:
-                link.stop(_closed(link.where))
+                link.stop(shut_down(link.where))
 
     @property
     def ended(self) -> bool:
@@ -217,7 +217,3 @@ class _Gathering:
     def _end(self) -> None:
         if not self.complete.done():
             self.complete.set_result(None)
-
-
-def _closed(where: RankId) -> EngineClosedError:
-    return EngineClosedError(f"stage {where.stage_id} was shut down")

@@ -93,7 +93,7 @@ class ArScheduler:
         for (slot, request), step, result in zip(batch.requests, batch.payload.sequences, answer, strict=True):
             if request.aborted:
                 continue
-            request.weight_version = request.weight_version or weight_version
+            request.ran_on(weight_version)
             prompt: ArPrompt = request.payload
             prompt.fed = step.start + len(step.token_ids)
             if result.hidden is not None:
@@ -128,6 +128,7 @@ class ArScheduler:
                     "seed": request.seed,
                     "prompt_tokens": len(prompt.prompt_ids),
                     "new_tokens": len(prompt.generated),
+                    **request.mixture(),
                     **request.timings_ms(),
                 },
             )

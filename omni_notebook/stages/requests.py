@@ -49,7 +49,21 @@ class StageRequest:
     aborted: bool = False
     arrived_s: float = field(default_factory=time.perf_counter)
     started_s: float | None = None
-    weight_version: str | None = None
+    weight_versions: list[str] = field(default_factory=list)
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version of the weights that it ran on last."""
+        return self.weight_versions[-1] if self.weight_versions else None
+
+    def ran_on(self, version: str) -> None:
+        """Remember which weights a step ran on; a frozen sequence may go on with others than it began with."""
+        if version != self.weight_version:
+            self.weight_versions.append(version)
+
+    def mixture(self) -> dict[str, Any]:
+        """For `metrics`: all versions that it ran on, oldest first, where they are several."""
+        return {"weight_versions": list(self.weight_versions)} if len(self.weight_versions) > 1 else {}
 
     def timings_ms(self) -> dict[str, Any]:
         """Milliseconds queued and running, as measured until now."""
@@ -66,7 +80,7 @@ class StageRequest:
                 finish_reason="abort" if state == RequestState.ABORTED else None,
                 error=error,
                 weight_version=self.weight_version,
-                metrics={"seed": self.seed, **self.timings_ms()},
+                metrics={"seed": self.seed, **self.mixture(), **self.timings_ms()},
                 **known,
             )
         )

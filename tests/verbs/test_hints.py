@@ -25,7 +25,7 @@ ASLEEP = {"state": MemoryState.ASLEEP, "level": 2}
         ("stage 1: sleep(2) is refused", "stage 1: sleep --level 2 is refused"),
         (
             "call load_weights(0, path) or wake_up([0]) to reload",
-            "call await omni_notebook.current().load_weights(0, path) or %omni wake 0 to reload",
+            "call %omni weights 0 FOLDER or %omni wake 0 to reload",
         ),
         ("stage 0: wake_up(reload=False) maps", "stage 0: %omni wake 0 --no-reload maps"),
         ("all answers are in .acks", "all answers are in omni_notebook.last_acks()"),

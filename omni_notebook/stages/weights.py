@@ -55,7 +55,6 @@ class _Load:
         self._version = version
         self._context = context
         self._sent = False  # a rank may have been written to
-        self._done = False  # one was
         self._culprit: RankId | None = None
 
     async def run(self) -> str:
@@ -119,7 +118,6 @@ class _Load:
         self._sent = self._sent or writes
         timeout_s = self._context.finish_s if writes else self._context.deadline.left_s()
         answers = await self._stage.call_all(method, *args, timeout_s=timeout_s)
-        self._done = self._done or (writes and any(answer.error is None for answer in answers))
         for answer in answers:
             if answer.error is not None:
                 if writes and isinstance(answer.error, DeadlineError | WorkerDiedError):
@@ -134,7 +132,7 @@ class _Load:
         if not self._sent or _failed(stage):
             return
         valid = await stage.call_all("weights_valid", timeout_s=self._context.finish_s)
-        if first_error(valid) is None and not self._done and all(answer.value for answer in valid):
+        if first_error(valid) is None and all(answer.value for answer in valid):
             return
         revoked = await stage.call_all("revoke_weights", timeout_s=self._context.finish_s)
         if first_error((*valid, *revoked)) is not None:

@@ -152,8 +152,8 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"\bsleep\((?:level=)?([12])\)", r"sleep --level \1"),
     (r"\brestart\((\d+)\)", r"%omni restart \1"),
     (r"(?<![.\w])load_weights\((\d+), \w+\)", r"%omni weights \1 FOLDER"),
-    (r"(?<![.\w])load_weights\(\w+, \w+\)", "%omni weights {id} FOLDER"),
-    (r"(?<=call )load_weights\b(?!\()", "%omni weights {id} FOLDER"),
+    (r"(?<![.\w])load_weights\(\w+, \w+\)", "%omni weights {stage} FOLDER"),
+    (r"(?<=call )load_weights\b(?!\()", "%omni weights {stage} FOLDER"),
     (r"(?<= )\.acks\b", LAST_ACKS),
 )
 _FLAGS = {
@@ -187,6 +187,7 @@ def in_verbs(text: str) -> str:
     number = named[1] if named else None
     for pattern, verb in _CALLS:
         line = verb.replace(" {id}", f" {number}" if number else "").replace("{id}", number or "STAGE")
+        line = line.replace("{stage}", number or "STAGE")
         text = re.sub(pattern, line, text)
     text = re.sub(r"(%omni \w+ )((?:\d+, )+\d+)", lambda found: found[1] + found[2].replace(",", ""), text)
     if ".yaml" in text or ".yml" in text:

@@ -63,6 +63,11 @@ class Weights:
         """The checkpoint folder that a `reload` reads, if there is one."""
         return self._known.source
 
+    @property
+    def replaced(self) -> bool:
+        """Whether others were loaded since the last `prepare` or `prepare_tensors`."""
+        return self._before is not None
+
     def prepare(self, folder: Path) -> None:
         """Before a `load` on all ranks: does the checkpoint fit here?
 

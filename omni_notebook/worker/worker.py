@@ -173,8 +173,8 @@ class Worker:
         self._weights.version = version
 
     def weights_valid(self) -> bool:
-        """Whether the mapped weights are whole."""
-        return self._weights.valid
+        """Whether the mapped weights are whole, and were not replaced since the last `prepare_…`."""
+        return self._weights.valid and not self._weights.replaced
 
     # -------------------------------------------------------------------------- control orders
 

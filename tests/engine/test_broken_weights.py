@@ -16,6 +16,7 @@ import pytest
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ConfigError, DeadlineError, NeedsWeightsError, OmniError, StageFailedError, WakeError
 from omni_notebook.stages import tensor_source, transitions
+from omni_notebook.worker.tensors import TensorChunk, TensorPart
 from tests.engine.engine_helpers import collect, fault, golden, slow, until
 from tests.engine.weights_helpers import (
     BIG,
@@ -171,18 +172,14 @@ def test_after_two_loads_that_no_path_has_a_broken_third_leaves_only_load_weight
 def test_the_persons_own_error_is_the_cause_and_keeps_no_tensor_of_ours(engine: AsyncOmni) -> None:
     error = RuntimeError("mine")
 
-    async def run() -> None:
-        with pytest.raises(NeedsWeightsError) as caught:
-            await engine.load_weights(1, raising(others(), error))
-        assert isinstance(caught.value.__cause__, ConfigError)
-        assert caught.value.__cause__.__cause__ is error
-
-    asyncio.run(run())
+    with pytest.raises(NeedsWeightsError) as caught:
+        asyncio.run(engine.load_weights(1, raising(others(), error)))
+    assert isinstance(caught.value.__cause__, ConfigError)
+    assert caught.value.__cause__.__cause__ is error
     assert error.__traceback__ is not None
     assert error.__traceback__.tb_frame.f_code.co_name == "raising"
     gc.collect()
-    held = [item for item in gc.get_objects() if type(item) is tensor_source.TensorChunk]
-    assert not held
+    assert not [item for item in gc.get_objects() if type(item) in {TensorChunk, TensorPart}]
 
 
 # --------------------------------------------------------------------------- time, cancel, shutdown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,6 +118,28 @@ def test_a_text_stage_takes_tensors_too_and_passes_over_what_it_ignores(engine: 
         assert (await text(), version(engine, 0)) == before
 
     asyncio.run(run())
+
+
+def test_an_iterator_is_never_more_than_three_chunks_ahead_of_a_slow_rank(
+    engine: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays: list[weakref.ref[Any]] = []
+    most_bytes = 0
+    real = tensor_source.host_bytes
+
+    def noted(rows: Any) -> Any:
+        nonlocal most_bytes
+        data = real(rows)
+        arrays.append(weakref.ref(data))
+        most_bytes = max(most_bytes, sum(array.nbytes for ref in arrays if (array := ref()) is not None))
+        return data
+
+    monkeypatch.setattr(tensor_source, "host_bytes", noted)
+    monkeypatch.setattr(tensor_source, "CHUNK_BYTES", 64 * KIB)
+    with slow(engine, 1, 0.01, "load_tensors"):
+        asyncio.run(engine.load_weights(1, stream(others())))
+    assert len(arrays) > 81
+    assert 64 * KIB < most_bytes <= 3 * 64 * KIB
 
 
 # ----------------------------------------------------------------------------------------- versions

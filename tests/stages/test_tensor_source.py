@@ -19,7 +19,7 @@ from omni_notebook.models.places import Places
 from omni_notebook.stages import tensor_source
 from omni_notebook.stages.tensor_source import Answer, TensorSource, chunks_of, header_of
 from omni_notebook.worker.intake import Intake
-from omni_notebook.worker.tensors import ITEM_BYTES, TensorChunk
+from omni_notebook.worker.tensors import ITEM_BYTES, TensorChunk, TensorPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -279,8 +279,11 @@ def test_an_error_keeps_none_of_the_tensors() -> None:
     answer = asked(source)
     source.close()
     assert "last is a str" in str(answer.error)
+    assert answer.error is not None
+    assert answer.error.__traceback__ is not None
     gc.collect()
     assert living(tensors) == 0
+    assert not [item for item in gc.get_objects() if type(item) is TensorPart]
 
 
 def test_a_thread_that_is_stuck_lets_go_once_it_can() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import MemoryState, PauseMode
+from omni_notebook.stages.tensor_source import TensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,3 +130,34 @@ def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
         msg = f"{name}={timeout!r} is not a number of seconds; nothing changed"
         raise ArgumentError(msg)
     return float(timeout)
+
+
+def check_weights(source: Any) -> str | TensorSource:
+    """A folder's path, absolute so that a later change of the working folder does not lose it, or named tensors.
+
+    Raises:
+        ArgumentError: it can be neither.
+    """
+    if isinstance(source, str | os.PathLike):
+        return str(Path(source).expanduser().resolve())
+    kind = type(source).__name__
+    if hasattr(source, "state_dict"):
+        msg = f"load_weights takes the tensors of a model, not the {kind}: give {kind.lower()}.state_dict()"
+    elif isinstance(source, bytes | bytearray) or hasattr(source, "dtype") or not hasattr(source, "__iter__"):
+        msg = f"load_weights takes a folder, a mapping or an iterable of (name, tensor), not a {kind}"
+    else:
+        return TensorSource(source)
+    msg += ". Nothing changed"
+    raise ArgumentError(msg)
+
+
+def check_version(version: Any) -> str | None:
+    """A name for weights; None = their checksum's start.
+
+    Raises:
+        ArgumentError: not a text, or an empty one.
+    """
+    if version is not None and not (isinstance(version, str) and version.strip()):
+        msg = f"version={version!r} is not a non-empty string. Nothing changed"
+        raise ArgumentError(msg)
+    return version

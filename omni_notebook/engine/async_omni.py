@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import uuid
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from omni_notebook.config import PipelineConfig, load_pipeline
@@ -21,7 +19,8 @@ from omni_notebook.protocol import MemoryState, SleepTask, WakeTask, new_task_id
 from omni_notebook.stages.waiting import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    import os
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
@@ -284,32 +283,43 @@ class AsyncOmni:
 
     # -------------------------------------------------------------------------------- weights
 
-    async def load_weights(self, stage_id: int, source: Any, version: Any = None, timeout: float | None = None) -> None:
-        """Load a checkpoint folder into a stage, in place; its version is `version`, else the checksum's start.
+    async def load_weights(
+        self,
+        stage_id: int,
+        source: str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
+        version: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Load new weights into a stage, in place; their version is `version`, else the checksum's start.
+
+        Args:
+            stage_id: one stage.
+            source: a checkpoint folder, or whole tensors (torch on any device, or numpy) by the checkpoint's names: a
+                mapping, or an iterable of (name, tensor), gone through on a thread of its own. What can be gone through
+                twice is checked before anything is written, an iterator tensor by tensor.
+            version: what ACKs, status and outputs call these weights.
+            timeout: seconds for the lock, quiescing, the tensors to come, and loading.
 
         Raises:
-            ArgumentError: unknown stage.
-            ConfigError: the checkpoint does not fit; the old weights are untouched.
-            StageBusyError, PauseError, AsleepError, StageFailedError: refused, nothing changed.
-            UnsupportedError: `source` is an iterator of tensors (not in this release).
+            ArgumentError: unknown stage, or a source or version that can be none.
+            ConfigError: the weights do not fit, or the iterator raised (`__cause__`); the old ones are untouched.
+            DeadlineError: no more tensors came, or another order held the stage; the old weights are untouched.
+            NeedsWeightsError: it broke off half way; the message says whether a wake brings back the old ones.
+            StageBusyError, PauseError, AsleepError, StageFailedError: refused, nothing changed, nothing was read.
         """
 
         async def run() -> None:
             self._core.check_open()
             stage = arguments.pick_stage(self._core.stages, stage_id)
-            if not isinstance(source, str | os.PathLike):
-                msg = "load_weights takes a checkpoint folder in this release, not an iterator; nothing changed"
-                raise UnsupportedError(msg)
-            if version is not None and not isinstance(version, str):
-                msg = f"version={version!r} is not a string; nothing changed"
-                raise ArgumentError(msg)
-            deadline = self._core.deadline(timeout, [stage])
-            await self._core.orders.load_weights(stage, _absolute(source), version, deadline)
+            checked = arguments.check_weights(source), arguments.check_version(version)
+            await self._core.orders.load_weights(stage, *checked, self._core.deadline(timeout, [stage]))
 
         await self._run(run)
 
     async def restart(self, stage_id: int, timeout: float | None = None) -> None:
         """End a stage's ranks and start new ones from its last checkpoint; its requests run again.
+
+        Weights that were given as tensors are gone: the stage then is NEEDS_WEIGHTS.
 
         Raises:
             ArgumentError: unknown stage.
@@ -418,11 +428,6 @@ class AsyncOmni:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def _absolute(source: str | os.PathLike[str]) -> str:
-    """A path that a later change of the working folder does not lose."""
-    return str(Path(source).expanduser().resolve())
 
 
 def _silent(what: str, fraction: float) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omni_notebook.engine.events import EventHub
     from omni_notebook.protocol import OmniACK
     from omni_notebook.stages.stage import Stage
+    from omni_notebook.stages.tensor_source import TensorSource
 
 T = TypeVar("T")
 CANCEL_GRACE_S = 0.8
@@ -93,7 +94,9 @@ class Orders:
 
     # --------------------------------------------------------------------------------- weights
 
-    async def load_weights(self, stage: Stage, source: str, version: str | None, deadline: Deadline) -> None:
+    async def load_weights(
+        self, stage: Stage, source: str | TensorSource, version: str | None, deadline: Deadline
+    ) -> None:
         """New weights into one stage; see `stages.weights.load_weights`."""
 
         def check(stage: Stage) -> None:
@@ -126,7 +129,7 @@ class Orders:
             )
             raise PauseError(msg)
         if decide(order, stage.state, stage.level) == Action.REFUSE:
-            raise refusal(order, stage.stage_id, stage.state, stage.level)
+            raise refusal(order, stage.stage_id, stage.state, stage.level, reload=stage.recoverable)
 
     async def _on_all(
         self,

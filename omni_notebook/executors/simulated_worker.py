@@ -13,6 +13,7 @@ from omni_notebook.worker.reports import LoadReport, WakeOutlook
 if TYPE_CHECKING:
     from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
     from omni_notebook.worker.reports import WorkerSpec
+    from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 SIMULATED = "simulated"
 
@@ -68,6 +69,17 @@ class SimulatedWorker:
     def load_weights(self, source: str, version: str | None) -> str:
         """The new version."""
         self._version = version or source
+        return self._version
+
+    def prepare_tensors(self, headers: tuple[TensorHeader, ...] | None) -> None:
+        """Everything fits."""
+
+    def load_tensors(self, chunk: TensorChunk) -> None:
+        """Nothing is written."""
+
+    def finish_tensors(self, version: str | None) -> str:
+        """The new version."""
+        self._version = version or SIMULATED
         return self._version
 
     # -------------------------------------------------------------------------- control orders

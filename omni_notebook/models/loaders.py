@@ -11,13 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from omni_notebook.errors import ConfigError
+from omni_notebook.models.places import Places, sliced_shape, some
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator
 
     from torch import Tensor, nn
 
-    Slices = Mapping[str, tuple[slice, ...]]
+    from omni_notebook.models.places import Slices
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -84,32 +85,29 @@ def iter_tensors(
                     if wanted is not None:
                         wanted.discard(name)
     if wanted:
-        msg = f"{folder}: the checkpoint lacks {_some(wanted)}"
+        msg = f"{folder}: the checkpoint lacks {some(wanted)}"
         raise ConfigError(msg)
 
 
 def check_fits(module: nn.Module, folder: str | Path, slices: Slices | None = None) -> None:
     """Raise ConfigError unless the checkpoint has every tensor of the module, in its shape; reads headers alone.
 
-    A module may name tensors to pass over by a method `checkpoint_ignores(name) -> bool`, and, where it is one
-    rank's part of a model, the slices that it holds by `checkpoint_slices()` (the default of `slices`) and the shapes
-    of the whole tensors by `checkpoint_wholes()`.
+    slices: see `Places`, which says too how a module passes tensors over and holds a part of a model.
     """
-    targets = module.state_dict(keep_vars=True)
-    parts = _parts(module) if slices is None else slices
-    wholes: Mapping[str, tuple[int, ...]] = getattr(module, "checkpoint_wholes", dict)()
+    _check_fits(Places(module, slices), folder)
+
+
+def _check_fits(places: Places, folder: str | Path) -> None:
     shapes = checkpoint_shapes(folder)
-    ignores = getattr(module, "checkpoint_ignores", lambda _name: False)
-    if missing := targets.keys() - shapes.keys():
-        msg = f"{folder}: the checkpoint lacks {_some(missing)}"
+    if missing := places.missing(shapes):
+        msg = f"{folder}: the checkpoint lacks {some(missing)}"
         raise ConfigError(msg)
-    if extra := {name for name in shapes.keys() - targets.keys() if not ignores(name)}:
-        msg = f"{folder}: the model has no place for {_some(extra)}"
+    if unplaced := places.unplaced(shapes):
+        msg = f"{folder}: the model has no place for {some(unplaced)}"
         raise ConfigError(msg)
-    for name, target in targets.items():
+    for name in places.targets:
         file, shape = shapes[name]
-        _check_shape(file, name, shape, wholes.get(name, shape))
-        _check_shape(file, name, _sliced_shape(file, name, shape, parts.get(name)), tuple(target.shape))
+        places.check_shape(file, name, shape)
 
 
 def load_into(
@@ -118,20 +116,19 @@ def load_into(
     """Copy a checkpoint into the module's existing parameters and buffers, converting types; addresses stay.
 
     Names, shapes and file sizes are checked before anything is written: ConfigError then means an untouched module.
-    slices: see `check_fits`; only these parts of the file are read. between: called before each tensor; may raise.
+    slices: see `Places`; only these parts of the file are read. between: called before each tensor; may raise.
     """
-    check_fits(module, folder, slices)
-    parts = _parts(module) if slices is None else slices
-    targets = module.state_dict(keep_vars=True)
-    for name, target in targets.items():
+    places = Places(module, slices)
+    _check_fits(places, folder)
+    for name, target in places.targets.items():
         if target.is_meta:
             msg = f"{name} has no memory yet; give the module storage before loading into it"
             raise ConfigError(msg)
     with torch.no_grad():
-        for name, tensor in iter_tensors(folder, targets.keys(), parts):
+        for name, tensor in iter_tensors(folder, places.targets.keys(), places.parts):
             if between is not None:
                 between()
-            targets[name].copy_(tensor)
+            places.targets[name].copy_(tensor)
 
 
 def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:
@@ -145,29 +142,8 @@ def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[
                     msg = f"{file}: {name} is also in {found[name][0].name}"
                     raise ConfigError(msg)
                 whole = tuple(handle.get_slice(name).get_shape())
-                found[name] = (file, _sliced_shape(file, name, whole, (slices or {}).get(name)))
+                found[name] = (file, sliced_shape(file, name, whole, (slices or {}).get(name)))
     return found
-
-
-def _parts(module: nn.Module) -> Slices:
-    parts: Slices = getattr(module, "checkpoint_slices", dict)()
-    return parts
-
-
-def _check_shape(file: Path, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if shape != wanted:
-        msg = f"{file}: {name} has shape {shape}, the model needs {wanted}"
-        raise ConfigError(msg)
-
-
-def _sliced_shape(file: Path, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None) -> tuple[int, ...]:
-    if part is None:
-        return shape
-    if len(part) > len(shape):
-        msg = f"{file}: {name} has {len(shape)} dimensions, a slice of {len(part)} was asked for"
-        raise ConfigError(msg)
-    cut = [len(range(*piece.indices(size))) for piece, size in zip(part, shape, strict=False)]
-    return (*cut, *shape[len(cut) :])
 
 
 def _open(stack: ExitStack, file: Path) -> Any:
@@ -201,10 +177,3 @@ def _read_object(file: Path) -> dict[str, Any]:
         msg = f"{file}: holds no JSON object"
         raise ConfigError(msg)
     return data
-
-
-def _some(names: Collection[str]) -> str:
-    """Name up to three tensors, and how many more."""
-    listed = sorted(names)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return ", ".join(listed[:3]) + more

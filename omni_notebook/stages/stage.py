@@ -55,6 +55,7 @@ class Stage:
         self.weight_version = ""
         self.source: str | None = None
         self.source_version: str | None = None
+        self.reproducible = True
         self.device_name = "unknown"
         self.recoverable = True
         self.last_error: str | None = None
@@ -113,6 +114,7 @@ class Stage:
                 config=self.config,
                 source=self.source,
                 version=self.source_version,
+                load_weights=self.reproducible,
             )
             for rank in range(self.config.tensor_parallel_size)
         )
@@ -134,7 +136,16 @@ class Stage:
         self.device_name = report.device_name
         self.tags = dict(report.tags)
         self.last_error = None
-        self.set_state(MemoryState.AWAKE, None, awake_tags=tuple(report.tags), reason="loaded")
+        self.recoverable = self.reproducible
+        if not self.reproducible:
+            self.close("sleep")
+        state = MemoryState.AWAKE if self.reproducible else MemoryState.NEEDS_WEIGHTS
+        self.set_state(state, None, awake_tags=tuple(report.tags), reason="loaded")
+
+    def came_from(self, source: str | None, version: str | None) -> None:
+        """The weights are those of a checkpoint folder, or (None) of tensors that no path reproduces."""
+        self.source, self.source_version = source, version if source is not None else None
+        self.reproducible = self.recoverable = source is not None
 
     async def restart(self) -> None:
         """Replace the replicas; requests that are here run again on the new ones.
@@ -198,7 +209,7 @@ class Stage:
         self.last_error = f"{type(error).__name__}: {error}"
         self.close("failed")
         for replica in self.replicas:
-            replica.end_all(self._failed_error())
+            replica.end_all(self.failed_error())
         self.set_state(MemoryState.FAILED, self.level, awake_tags=(), reason=self.last_error)
 
     def tell(self, reason: str = "") -> None:
@@ -206,7 +217,8 @@ class Stage:
         self.changed.notify()
         self._on_change(self, reason)
 
-    def _failed_error(self) -> StageFailedError:
+    def failed_error(self) -> StageFailedError:
+        """Why this stage does nothing, and the call that helps."""
         return StageFailedError(
             f"stage {self.stage_id} has FAILED ({self.last_error}); call restart({self.stage_id}), then generate again"
         )
@@ -261,7 +273,7 @@ class Stage:
     def add(self, request: StageRequest) -> None:
         """Give a request to the least loaded replica."""
         if self.state == MemoryState.FAILED:
-            request.end(RequestState.FAILED, self._failed_error())
+            request.end(RequestState.FAILED, self.failed_error())
             return
         min(self.replicas, key=lambda r: r.scheduler.running + r.scheduler.queued).add(request)
 

@@ -66,16 +66,16 @@ def decide(order: Order, state: MemoryState, level: int | None) -> Action:
     return TABLE[order][list(Column).index(column(state, level))]
 
 
-def refusal(order: Order, stage_id: int, state: MemoryState, level: int | None) -> OmniError:
-    """Why the table refuses `order`, the state now, and the call that helps."""
+def refusal(order: Order, stage_id: int, state: MemoryState, level: int | None, *, reload: bool = True) -> OmniError:
+    """Why the table refuses `order`, the state now, and the call that helps; `reload`: a path has the weights."""
     at = column(state, level)
     head = f"stage {stage_id} is {at}"
     if at == Column.FAILED:
         return StageFailedError(f"{head}: {order} is refused; call restart({stage_id}). Nothing changed")
     if at == Column.NEEDS_WEIGHTS:
         return NeedsWeightsError(
-            f"{head}: its memory holds no valid weights, {order} is refused; call load_weights({stage_id}, path) "
-            f"or wake_up([{stage_id}]) to reload. Nothing changed"
+            f"{head}: its memory holds no valid weights, {order} is refused; call load_weights({stage_id}, path)"
+            f"{f' or wake_up([{stage_id}]) to reload' if reload else ''}. Nothing changed"
         )
     if order == Order.SLEEP_1:
         return AsleepError(

@@ -182,8 +182,9 @@ async def _commit_wake(
     state = _state_after(outlook)
     level = None if outlook.all_awake else acks[0].metadata["level"]
     stage.set_state(state, level, awake_tags=outlook.awake_tags, reason="woken")
+    if outlook.all_awake:
+        stage.recoverable = stage.reproducible
     if state == MemoryState.AWAKE:
-        stage.recoverable = True
         stage.reopen(SLEEP)
     return acks
 

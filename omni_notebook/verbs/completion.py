@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_notebook.verbs.parsing import STAGE, TAG, VERB
+from omni_notebook.verbs.parsing import FOLDER, STAGE, TAG, VERB
 from omni_notebook.verbs.registry import parser_for, verbs
 
 if TYPE_CHECKING:
@@ -44,8 +46,32 @@ def _words(session: Session, before: list[str], fragment: str) -> list[str]:
     open_option = _open_option(parser, before[1:])
     if open_option is not None:
         return _values(session, open_option)
-    positional = [word for action in parser.actions() if not action.option_strings for word in _values(session, action)]
+    open_place = _open_place(parser, before[1:])
+    if open_place is None:
+        return options
+    positional = _folders(fragment) if open_place.metavar == FOLDER else _values(session, open_place)
     return [word for word in positional if word not in before[1:]] + options
+
+
+def _open_place(parser: VerbParser, before: list[str]) -> argparse.Action | None:
+    """The argument without a name that the next word would be."""
+    places = [action for action in parser.actions() if not action.option_strings]
+    given = sum(_is_plain(parser, before, at) for at in range(len(before)))
+    return next((place for at, place in enumerate(places) if at >= given or place.nargs in {"*", "+"}), None)
+
+
+def _is_plain(parser: VerbParser, before: list[str], at: int) -> bool:
+    """Whether a word is neither an option nor the value of one."""
+    return not before[at].startswith("-") and _open_option(parser, before[:at]) is None
+
+
+def _folders(fragment: str) -> list[str]:
+    """Folders that begin like this, for names without spaces."""
+    parent, slash, _ = fragment.rpartition("/")
+    with contextlib.suppress(OSError):
+        found = [path.name for path in Path(parent + slash or ".").expanduser().iterdir() if path.is_dir()]
+        return [f"{parent}{slash}{name}/" for name in sorted(found) if " " not in name]
+    return []
 
 
 def _open_option(parser: VerbParser, before: list[str]) -> argparse.Action | None:

@@ -55,6 +55,11 @@ class Engine(Protocol):
     async def restart(self, stage_id: int) -> None:
         """Start a stage's workers anew."""
 
+    async def load_weights(
+        self, stage_id: int, source: str, version: str | None = None, timeout: float | None = None
+    ) -> None:
+        """Load a checkpoint folder into a stage."""
+
     async def abort(self, request_id: str) -> bool:
         """End a request; whether it was in progress."""
 

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 MOVING = frozenset({MemoryState.FALLING_ASLEEP, MemoryState.WAKING})
 LAST_ACKS = "omni_notebook.last_acks()"
-_LOAD = "await omni_notebook.current().load_weights"
 
 _MEMORY_CALLS = {
     MemoryState.FALLING_ASLEEP: "%omni status shows when it has ended",
     MemoryState.WAKING: "%omni status shows when it has ended",
     MemoryState.ASLEEP: "%omni wake {id} wakes it",
     MemoryState.PARTLY_AWAKE: "%omni wake {id} wakes the rest",
-    MemoryState.NEEDS_WEIGHTS: f"%omni wake {{id}} reloads the checkpoint, {_LOAD}({{id}}, path) takes another",
+    MemoryState.NEEDS_WEIGHTS: "%omni wake {id} reloads the checkpoint, %omni weights {id} FOLDER takes another",
     MemoryState.FAILED: "%omni restart {id} brings it back",
 }
+_NO_CHECKPOINT = "%omni weights {id} FOLDER loads some"
 _PAUSE_CALLS = {
     PauseState.PAUSING: "%omni status shows when it has ended",
     PauseState.PAUSED: "%omni resume {id} opens it",
@@ -56,9 +56,14 @@ def state_words(stage: StageStatus) -> str:
 
 def call_that_helps(stage: StageStatus) -> str | None:
     """The calls that lead back to AWAKE and OPEN, or None when the stage is there."""
-    texts = (_MEMORY_CALLS.get(stage.state), _PAUSE_CALLS.get(stage.pause_state))
+    texts = (_NO_CHECKPOINT if _is_lost(stage) else _MEMORY_CALLS.get(stage.state), _PAUSE_CALLS.get(stage.pause_state))
     found = dict.fromkeys(text.format(id=stage.stage_id) for text in texts if text)
     return ", ".join(found) or None
+
+
+def _is_lost(stage: StageStatus) -> bool:
+    """Whether it needs weights that no checkpoint gives back."""
+    return stage.state is MemoryState.NEEDS_WEIGHTS and not stage.recoverable
 
 
 def pick(status: EngineStatus, stage_ids: Sequence[int] | None) -> list[StageStatus]:
@@ -99,7 +104,8 @@ def closed_gates(status: EngineStatus, *, text_only: bool) -> str | None:
 
 def _lines_that_open(closed: Sequence[StageStatus]) -> list[str]:
     lines = [f"%omni restart {stage.stage_id}" for stage in closed if stage.state is MemoryState.FAILED]
-    asleep = [str(stage.stage_id) for stage in closed if stage.state in _WAKES]
+    lines += [f"%omni weights {stage.stage_id} FOLDER" for stage in closed if _is_lost(stage)]
+    asleep = [str(stage.stage_id) for stage in closed if stage.state in _WAKES and not _is_lost(stage)]
     if asleep:
         lines.append(f"%omni wake {' '.join(asleep)}")
     if any(stage.pause_state is not PauseState.OPEN for stage in closed):
@@ -146,8 +152,9 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"sleep\(\.\.\., discard=True\)(?: \(magic: --discard\))?", "%omni sleep {id} --discard"),
     (r"\bsleep\((?:level=)?([12])\)", r"sleep --level \1"),
     (r"\brestart\((\d+)\)", r"%omni restart \1"),
-    (r"(?<![.\w])load_weights\((\w+), (\w+)\)", rf"{_LOAD}(\1, \2)"),
-    (r"(?<=call )load_weights\b(?!\()", f"{_LOAD}({{id}}, path)"),
+    (r"(?<![.\w])load_weights\((\d+), \w+\)", r"%omni weights \1 FOLDER"),
+    (r"(?<![.\w])load_weights\(\w+, \w+\)", "%omni weights {stage} FOLDER"),
+    (r"(?<=call )load_weights\b(?!\()", "%omni weights {stage} FOLDER"),
     (r"(?<= )\.acks\b", LAST_ACKS),
 )
 _FLAGS = {
@@ -181,6 +188,7 @@ def in_verbs(text: str) -> str:
     number = named[1] if named else None
     for pattern, verb in _CALLS:
         line = verb.replace(" {id}", f" {number}" if number else "").replace("{id}", number or "STAGE")
+        line = line.replace("{stage}", number or "STAGE")
         text = re.sub(pattern, line, text)
     text = re.sub(r"(%omni \w+ )((?:\d+, )+\d+)", lambda found: found[1] + found[2].replace(",", ""), text)
     if ".yaml" in text or ".yml" in text:

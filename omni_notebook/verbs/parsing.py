@@ -18,6 +18,7 @@ STAGE = "STAGE"
 TAG = "TAG"
 VERB = "VERB"
 REQUEST = "REQUEST"
+FOLDER = "FOLDER"
 
 
 class VerbParser(argparse.ArgumentParser):

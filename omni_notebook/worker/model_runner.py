@@ -8,6 +8,7 @@ import torch
 
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.models.loaders import check_fits, load_into
+from omni_notebook.models.places import Places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +48,10 @@ class ModelRunner:
     def load_weights(self, folder: Path, between: Callable[[], None] | None = None) -> None:
         """Fill the parameters in place; `between` is called before each tensor and may raise."""
         load_into(self._model, folder, between=between)
+
+    def places(self) -> Places:
+        """Where tensors that come one by one go."""
+        return Places(self._model)
 
     def reset_buffers(self) -> None:
         """Recompute what no checkpoint has."""

@@ -12,6 +12,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is made from; `source` overrides the configured checkpoint (restart after load_weights).
 
     `tensor_parallel_size`: ranks that hold the model together; None = the config's. `where.rank` counts within them.
+    `load_weights` False builds the model without weights (restart after weights that no path reproduces).
     `collective_timeout_s`: how long a forward pass waits for another rank before it gives up.
     """
 
@@ -19,6 +20,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: StageConfig
     source: str | None = None
     version: str | None = None
+    load_weights: bool = True
     tensor_parallel_size: int | None = None
     collective_timeout_s: float = 30.0
 

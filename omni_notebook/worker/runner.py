@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.models.parallel import TensorParallel
+    from omni_notebook.models.places import Places
     from omni_notebook.worker.batches import Executed, ImageAnswer, Prefetch
 
 
@@ -32,6 +33,10 @@ class Runner(Protocol):
         Raises:
             ConfigError: the checkpoint does not fit; checked before a parameter is touched.
         """
+        ...
+
+    def places(self) -> Places:
+        """Where tensors that come one by one go."""
         ...
 
     def reset_buffers(self) -> None:

@@ -90,7 +90,7 @@ class SleepOrders:
             unmapped,
             process_memory(),
             level=self._rank.level,
-            recoverable=plan.unrecoverable is None,
+            recoverable=plan.unrecoverable is None and (task.level == 1 or self._rank.weights.source is not None),
             host_freed_bytes=dropped,
             weight_version=self._rank.weights.version,
             latency_ms=ms_since(plan.started_s) + task.quiesce_ms,

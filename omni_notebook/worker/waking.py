@@ -99,15 +99,9 @@ class WakeOrders:
             return None, None, None
         if not task.reload:
             return None, None, "mapped without weights, as asked; call load_weights, or wake_up to reload"
-        if self._rank.weights.lost and WEIGHTS in restored.needs_reload:
-            return (
-                None,
-                None,
-                (
-                    "the sleep discarded weights that no path reproduces; call load_weights(stage_id, source), "
-                    "or wake_up once more to take the last checkpoint instead"
-                ),
-            )
+        why_not = self._rank.weights.why_not_reloaded() if WEIGHTS in restored.needs_reload else None
+        if why_not is not None:
+            return None, None, why_not
         started_s = time.perf_counter()
         self._rank.weights.reload(lambda: self._stop_if_cancelled(task.task_id))
         reload_ms = ms_since(started_s)

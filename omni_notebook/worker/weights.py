@@ -10,14 +10,17 @@ import msgspec
 from omni_notebook.errors import ConfigError, NeedsWeightsError, OmniError
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.models.loaders import checkpoint_files
+from omni_notebook.worker.intake import Intake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.worker.runner import Runner
+    from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 DIGEST_CHARS = 10
+NO_SOURCE = "no checkpoint path reproduces these weights; call load_weights(stage_id, source)"
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
@@ -28,7 +31,7 @@ class WeightsMismatchError(OmniError):
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """Where weights came from, what they are called, the checksum of all of them, and the files' state."""
+    """Where weights came from (None: no path), what they are called, the checksum of all, and the files' state."""
 
     source: Path | None
     version: str
@@ -40,7 +43,8 @@ class Weights:
     """The books about one rank's weights.
 
     `valid`: the mapped weights are whole. `lost`: a sleep discarded contents that no path reproduces.
-    `digest`: the checksum of `source` as it was when it was loaded.
+    They come from a checkpoint folder (`prepare`, `load`), or as tensors that no path reproduces (`prepare_tensors`,
+    `take` again and again, `finish`).
     """
 
     def __init__(self, runner: Runner, pool: MemoryPool) -> None:
@@ -48,10 +52,21 @@ class Weights:
         self._pool = pool
         self._known = _Known(None, "", "", ())
         self._before: _Known | None = None
+        self._intake: Intake | None = None
         self._recorded = False
         self.version = ""
         self.valid = False
         self.lost = False
+
+    @property
+    def source(self) -> Path | None:
+        """The checkpoint folder that a `reload` reads, if there is one."""
+        return self._known.source
+
+    @property
+    def replaced(self) -> bool:
+        """Whether others were loaded since the last `prepare` or `prepare_tensors`."""
+        return self._before is not None
 
     def prepare(self, folder: Path) -> None:
         """Before a `load` on all ranks: does the checkpoint fit here?
@@ -60,7 +75,7 @@ class Weights:
             ConfigError: it does not; nothing changed.
         """
         self._runner.check_weights(folder)
-        self._before = None
+        self._intake, self._before = None, None
 
     def load(self, folder: Path, version: str | None) -> None:
         """Load a checkpoint folder and remember its checksum; the default version is the checksum's start.
@@ -69,18 +84,58 @@ class Weights:
             ConfigError: the checkpoint does not fit; raised before a parameter is touched.
         """
         self._runner.check_weights(folder)
-        before, self._before = msgspec.structs.replace(self._known, version=self.version), None
+        self._before = None
         self.valid = self._recorded = False
         self._runner.load_weights(folder)
+        self._accept(folder.resolve(), version)
+
+    def _accept(self, source: Path | None, version: str | None) -> None:
+        """What is in memory now is whole: name it, and remember what was known before, for `revoke`."""
+        before = msgspec.structs.replace(self._known, version=self.version)
         digest = self._pool.record_checksum(WEIGHTS)
         self.version = version or digest[:DIGEST_CHARS]
-        source = folder.resolve()
-        self._known, self._before = _Known(source, self.version, digest, _fingerprint(source)), before
+        files = () if source is None else _fingerprint(source)
+        self._known, self._before = _Known(source, self.version, digest, files), before
         self.valid = self._recorded = True
         self.lost = False
 
+    def prepare_tensors(self, headers: Sequence[TensorHeader] | None) -> None:
+        """Before the first `take`: do the tensors fit here, where all of them are known already?
+
+        Raises:
+            ConfigError: they do not; nothing changed.
+        """
+        intake = Intake(self._runner.places())
+        if headers is not None:
+            intake.check_all(headers)
+        self._intake, self._before = intake, None
+
+    def take(self, chunk: TensorChunk) -> None:
+        """Write some tensors; from the first one on the weights are not valid, until `finish`.
+
+        Raises:
+            ConfigError: one does not fit, or with the last chunk one is missing; nothing of this chunk was written.
+        """
+        intake = self._opened()
+        intake.check(chunk)
+        self.valid = self._recorded = False
+        intake.write(chunk)
+
+    def finish(self, version: str | None) -> None:
+        """All tensors came: the weights are whole, and no path reproduces them."""
+        self._opened()
+        self._intake = None
+        self._accept(None, version)
+
+    def _opened(self) -> Intake:
+        if self._intake is None:
+            msg = "no load of tensors is in progress on this rank; nothing changed"
+            raise OmniError(msg)
+        return self._intake
+
     def revoke(self) -> None:
         """Void the weights, because a rank could not load its part of them; a `reload` takes those before `prepare`."""
+        self._intake = None
         if self._before is not None:
             self._known, self._before = self._before, None
             self.version = self._known.version
@@ -97,8 +152,7 @@ class Weights:
             ConfigError: the checkpoint is gone or does not fit.
         """
         if self._known.source is None:
-            msg = "no checkpoint path reproduces these weights; call load_weights(stage_id, source)"
-            raise NeedsWeightsError(msg)
+            raise NeedsWeightsError(NO_SOURCE)
         self._runner.load_weights(self._known.source, between)  # checks the files before it touches a parameter
 
     def verify(self) -> None:
@@ -120,6 +174,17 @@ class Weights:
             return self._pool.verify_checksum(WEIGHTS)
         self._recorded = self._pool.record_checksum(WEIGHTS) == self._known.digest  # the pool's record is of others
         return self._recorded
+
+    def why_not_reloaded(self) -> str | None:
+        """Why a wake must not reload what a sleep discarded, and the call that helps; None: it may."""
+        if self._known.source is None:
+            return NO_SOURCE
+        if self.lost:
+            return (
+                "the sleep discarded weights that no path reproduces; call load_weights(stage_id, source), "
+                "or wake_up once more to take the last checkpoint instead"
+            )
+        return None
 
     def why_unrecoverable(self, *, modified: bool) -> str | None:
         """Why a level 2 could not be undone, or None if it can."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
     from omni_notebook.worker.batches import ImageAnswer, Prefetch
     from omni_notebook.worker.reports import WakeOutlook, WorkerSpec
+    from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 
 class Worker:
@@ -66,7 +67,7 @@ class Worker:
         self._group.join(rendezvous)
 
     def load(self) -> LoadReport:
-        """Build the model in the pool, load its weights, start the background backup.
+        """Build the model in the pool, load its weights (unless the spec says no), start the background backup.
 
         Raises:
             ConfigError: the checkpoint does not fit.
@@ -77,9 +78,8 @@ class Worker:
         self._ballast.allocate()
         self._ballast.fill()
         self._pool.keep(WEIGHTS, self._runner.kept_tensors())
-        self._pool.set_checkpoint_restorer(self._restore_tag)
-        self._weights.load(Path(self._spec.source or self._spec.config.model), self._spec.version)
-        self._pool.write_ahead()
+        if self._spec.load_weights:
+            self.load_weights(self._spec.source or self._spec.config.model, self._spec.version)
         return LoadReport(
             pid=os.getpid(),
             device=self._pool.device,
@@ -161,6 +161,32 @@ class Worker:
             ConfigError: the checkpoint does not fit; the old weights are untouched.
         """
         self._weights.load(Path(source), version)
+        return self._loaded()
+
+    def prepare_tensors(self, headers: tuple[TensorHeader, ...] | None) -> None:
+        """Begin to take new weights as tensors; `headers` says which come, None: nobody knows yet.
+
+        Raises:
+            ConfigError: they do not fit; nothing changed.
+        """
+        self._weights.prepare_tensors(headers)
+
+    def load_tensors(self, chunk: TensorChunk) -> None:
+        """Write some whole tensors, this rank's part of each, into the mapped weights.
+
+        Raises:
+            ConfigError: one does not fit, or none comes any more and one is missing; nothing of this chunk was written.
+        """
+        self._weights.take(chunk)
+
+    def finish_tensors(self, version: str | None) -> str:
+        """All tensors came; the new weight version."""
+        self._weights.finish(version)
+        return self._loaded()
+
+    def _loaded(self) -> str:
+        """New weights are in memory: back them up; a checkpoint stands for a backup only where they came from one."""
+        self._pool.set_checkpoint_restorer(None if self._weights.source is None else self._restore_tag)
         self._pool.write_ahead()
         return self._weights.version
 
@@ -173,8 +199,8 @@ class Worker:
         self._weights.version = version
 
     def weights_valid(self) -> bool:
-        """Whether the mapped weights are whole."""
-        return self._weights.valid
+        """Whether the mapped weights are whole, and were not replaced since the last `prepare_…`."""
+        return self._weights.valid and not self._weights.replaced
 
     # -------------------------------------------------------------------------- control orders
 

@@ -36,6 +36,10 @@ ORDERS = (
     "undo",
     "prepare_weights",
     "load_weights",
+    "prepare_tensors",
+    "load_tensors",
+    "finish_tensors",
+    "set_weight_version",
     "drop_backup",
     "barrier",
 )

@@ -6,10 +6,11 @@ import time
 import pytest
 
 from omni_notebook import AsyncOmni
-from omni_notebook.errors import AsleepError, PausedError, SleepError
+from omni_notebook.errors import AsleepError, PausedError, SleepError, StageBusyError
 from omni_notebook.notebook.results import AckList
 from omni_notebook.protocol import MIB
 from omni_notebook.verbs.session import session
+from tests.engine.weights_helpers import FOLDERS, others, saved
 
 
 @pytest.fixture
@@ -204,6 +205,108 @@ def test_wake_by_tags_leaves_a_partly_awake_stage(cell, engine):
 def test_restart_brings_a_stage_back(cell, engine):
     _, shown = cell("%omni restart 1")
     assert "stage 1 (painter) is AWAKE" in shown
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return saved(others(), tmp_path_factory.mktemp("weights") / "other")
+
+
+PICTURE = "%%omni generate --seed 42 --steps 3\na red star above a blue circle"
+
+
+def test_weights_loads_a_folder_and_says_which_weights_the_stage_has(cell, engine, other):
+    before = ok(cell, PICTURE).images[0].tobytes()
+    _, shown = cell(f"%omni weights painter '{other}' --version v2 --timeout 60")
+    assert re.fullmatch(r"stage 1 \(painter\) is AWAKE with weights v2, loaded in \d+ ms\n", shown)
+    assert ok(cell, PICTURE).images[0].tobytes() != before
+    _, shown = cell(f"%omni weights 1 {FOLDERS[1]}")
+    assert re.fullmatch(r"stage 1 \(painter\) is AWAKE with weights [0-9a-f]{10}, loaded in \d+ ms\n", shown)
+    assert ok(cell, PICTURE).images[0].tobytes() == before
+
+
+def test_weights_of_a_busy_stage_are_refused_and_a_pause_holds_what_waits(cell, engine, other):
+    requests = [hold(engine) for _ in range(2)]
+    result, shown = cell(f"%omni weights 1 {other}")
+    assert isinstance(result.error_in_exec, StageBusyError)
+    assert "%omni pause 1 --mode keep" in shown
+    requests[0].cancel()
+    ok(cell, "%omni pause 1")
+    _, shown = cell(f"%omni weights 1 {other} --version v2")
+    queued = engine.status().stages[1].queued
+    held = f"; {queued} queued" if queued else ""
+    assert re.fullmatch(
+        rf"stage 1 \(painter\) is AWAKE, PAUSED \(keep\) with weights v2, loaded in \d+ ms{held}: "
+        r"%omni resume 1 opens it\n",
+        shown,
+    )
+    requests[1].cancel()
+
+
+def test_weights_that_do_not_load_leave_a_line_with_the_state(cell, engine, other):
+    _, shown = cell(f"%omni weights 1 {FOLDERS[0]}")
+    assert "the checkpoint lacks" in shown
+    assert "nothing changed, stage 1 is AWAKE" in shown
+    mend = break_order(engine, 1, "prepare_weights")
+    _, shown = cell(f"%omni weights 1 {other}")
+    mend()
+    assert "the <b>spill folder</b> is full" in shown
+    assert "stage 1 (painter) is AWAKE" in shown
+    assert len(shown.splitlines()) == 1
+    mend = break_after(engine, 1, "load_weights")
+    _, shown = cell(f"%omni weights 1 {other}")
+    mend()
+    assert "the stage is NEEDS_WEIGHTS. Call %omni weights 1 FOLDER, or %omni wake 1 to reload" in shown
+    assert len(shown.splitlines()) == 1
+    _, shown = cell("%omni generate a red star")
+    assert "stage 1 (painter) is NEEDS_WEIGHTS: %omni wake 1" in shown
+    ok(cell, "%omni wake 1")
+
+
+def test_weights_takes_one_stage(cell, engine, other):
+    for stages in ("0,1", "all"):
+        _, shown = cell(f"%omni weights {stages} {other}")
+        assert "omni weights takes one stage; nothing was changed" in shown
+
+
+def test_an_interrupted_load_says_where_to_look(cell, engine, other, monkeypatch):
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session().frontend, "wait", interrupted)
+    result, shown = cell(f"%omni weights 1 {other}")
+    assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    assert "stage 1 (painter) is AWAKE" in shown
+    assert "%omni status shows which weights it has" in shown
+
+
+def test_a_model_of_this_notebook_goes_in_by_the_python_call(shell, cell, engine):
+    before = ok(cell, PICTURE).images[0].tobytes()
+    shell.user_ns["tensors"] = others()
+    ok(cell, "await engine.load_weights(1, iter(tensors.items()), version='trained')")
+    assert ok(cell, PICTURE).images[0].tobytes() != before
+    _, shown = cell("%omni sleep 1 --level 2")
+    assert "no checkpoint path" in shown
+    assert "--discard" in shown
+    ok(cell, "%omni restart 1")
+    _, shown = cell("%omni generate a red star")
+    assert "NEEDS_WEIGHTS: %omni weights 1 FOLDER" in shown
+    ok(cell, f"%omni weights 1 {FOLDERS[1]}")
+    assert ok(cell, PICTURE).images[0].tobytes() == before
+
+
+def break_after(engine, stage_id, method):
+    """Make a rank raise once it has carried an order out."""
+    worker = engine._core.stages[stage_id].replicas[0].executor._worker
+    real = getattr(worker, method)
+
+    def broken(*args):
+        real(*args)
+        msg = "too late"
+        raise OSError(msg)
+
+    setattr(worker, method, broken)
+    return lambda: delattr(worker, method)
 
 
 def break_order(engine, stage_id, method):

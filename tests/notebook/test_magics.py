@@ -36,6 +36,8 @@ def test_a_mistake_is_one_red_line_and_fails_the_cell(cell):
         "%%omni sleep\nx",
         "%omni generate",
         "%omni help wakeup",
+        "%omni weights 1",
+        "%omni weights 1 no/such/folder",
     ],
 )
 def test_every_mistake_is_one_red_line(cell, code):
@@ -98,6 +100,7 @@ def test_unloading_takes_everything_away(shell, cell):
         ("  %omni wake --no", {"--no-reload"}),
         ("%%omni generate --see", {"--seed"}),
         ("%omni sleep --mode ", {"abort", "wait", "keep"}),
+        ("%omni weights 1 x --ver", {"--version"}),
     ],
 )
 def test_the_completer_knows_verbs_options_and_values(shell, line, expected):

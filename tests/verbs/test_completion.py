@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from omni_notebook.verbs.completion import candidates
@@ -28,6 +30,30 @@ def test_an_empty_line_offers_every_verb():
 )
 def test_what_can_stand_at_the_cursor(text, expected):
     assert words(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("weights 1 ", ["runs/", "walks/", "--version", "--timeout"]),
+        ("weights 1 r", ["runs/"]),
+        ("weights --version v2 1 r", ["runs/"]),
+        ("weights 1 --timeout 3 runs/", ["runs/step-1/", "runs/step-2/"]),
+        ("weights 1 runs/step-1/ ", ["--version", "--timeout"]),
+        ("weights 1 no/such/", []),
+        ("weights 1 --version ", []),
+    ],
+)
+def test_a_folder_is_completed_where_one_stands(tmp_path, monkeypatch, text, expected):
+    for name in ("runs/step-2", "runs/step-1", "walks", "with space"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "readme").write_text("no folder")
+    monkeypatch.chdir(tmp_path)
+    assert words(text) == expected
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert words("weights 1 ~/wal") == ["~/walks/"]
+    assert words(f"weights 1 {tmp_path}{os.sep}ru") == [f"{tmp_path}/runs/"]
 
 
 def test_an_option_is_offered_once():

@@ -25,7 +25,15 @@ ASLEEP = {"state": MemoryState.ASLEEP, "level": 2}
         ("stage 1: sleep(2) is refused", "stage 1: sleep --level 2 is refused"),
         (
             "call load_weights(0, path) or wake_up([0]) to reload",
-            "call await omni_notebook.current().load_weights(0, path) or %omni wake 0 to reload",
+            "call %omni weights 0 FOLDER or %omni wake 0 to reload",
+        ),
+        (
+            "stage 1 is NEEDS_WEIGHTS. Call load_weights(1, source), or wake_up([1])",
+            "stage 1 is NEEDS_WEIGHTS. Call %omni weights 1 FOLDER, or %omni wake 1",
+        ),
+        (
+            "no checkpoint path reproduces these weights; call load_weights(stage_id, source)",
+            "no checkpoint path reproduces these weights; call %omni weights STAGE FOLDER",
         ),
         ("stage 0: wake_up(reload=False) maps", "stage 0: %omni wake 0 --no-reload maps"),
         ("all answers are in .acks", "all answers are in omni_notebook.last_acks()"),
@@ -53,6 +61,15 @@ def test_every_closed_gate_is_named_with_one_line_that_opens_all():
         "stage 0 (thinker) is ASLEEP (level 2); stage 1 (painter) is ASLEEP (level 2): %omni wake 0 1"
     )
     assert hints.closed_gates(both, text_only=True) == "stage 0 (thinker) is ASLEEP (level 2): %omni wake 0"
+
+
+def test_a_stage_whose_weights_no_path_has_is_not_told_to_wake():
+    lost = stage(1, name="painter", state=MemoryState.NEEDS_WEIGHTS, recoverable=False)
+    assert hints.call_that_helps(lost) == "%omni weights 1 FOLDER loads some"
+    assert hints.closed_gates(status(lost), text_only=False).endswith("NEEDS_WEIGHTS: %omni weights 1 FOLDER")
+    found = stage(1, name="painter", state=MemoryState.NEEDS_WEIGHTS)
+    assert hints.call_that_helps(found) == ("%omni wake 1 reloads the checkpoint, %omni weights 1 FOLDER takes another")
+    assert hints.closed_gates(status(found), text_only=False).endswith("NEEDS_WEIGHTS: %omni wake 1")
 
 
 def test_a_stage_that_sleeps_and_is_paused_needs_both():

@@ -73,6 +73,10 @@ def test_the_default_level_is_the_one_that_loses_nothing():
         ("start", "--ballast much", ["'much' is not a size", "256MiB"]),
         ("start", "demo other", ["unknown argument 'other'"]),
         ("restart", "", ["STAGE"]),
+        ("weights", "", ["STAGE", "FOLDER"]),
+        ("weights", "1", ["FOLDER"]),
+        ("weights", "1 a b", ["unknown argument 'b'"]),
+        ("weights", "1 a --ver v2", ["unknown option '--ver'", "did you mean '--version'?"]),
         ("sleep", '"0', ["no closing quotation"]),
     ],
 )

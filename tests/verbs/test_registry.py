@@ -28,7 +28,9 @@ def test_an_unknown_verb_is_refused_with_the_nearest(session):
         registry.execute(session, "slep 0")
 
 
-@pytest.mark.parametrize("line", ["sleep 0", "wake", "pause", "resume", "restart 0", "abort r", "generate a star"])
+@pytest.mark.parametrize(
+    "line", ["sleep 0", "wake", "pause", "resume", "restart 0", "abort r", "weights 1 x", "generate a"]
+)
 def test_without_an_engine_a_verb_names_start(session, line):
     with pytest.raises(EngineClosedError, match="no engine is running; %omni start"):
         registry.execute(session, line)

@@ -18,6 +18,7 @@ from omni_notebook.worker.batches import (
     StepBatch,
 )
 from omni_notebook.worker.reports import LoadReport, WakeOutlook
+from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 # ------------------------------------------------------------------------------------- to the child
 
@@ -120,6 +121,9 @@ METHODS: dict[str, Signature] = {
     "ping": Signature(_NONE, int),
     "prepare_weights": Signature(tuple[str], None),
     "load_weights": Signature(tuple[str, str | None], str),
+    "prepare_tensors": Signature(tuple[tuple[TensorHeader, ...] | None], None),
+    "load_tensors": Signature(tuple[TensorChunk], None),
+    "finish_tensors": Signature(tuple[str | None], str),
     "revoke_weights": Signature(_NONE, None),
     "weights_valid": Signature(_NONE, bool),
     "prepare_sleep": Signature(tuple[SleepTask], None),

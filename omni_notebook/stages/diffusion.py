@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from omni_notebook.errors import ArgumentError
-from omni_notebook.models.dit import DiTConfig
+from omni_notebook.models.dit import DiT, DiTConfig
 from omni_notebook.models.loaders import read_config
+from omni_notebook.models.lora import shapes
 from omni_notebook.models.scene import encode_plan
 from omni_notebook.stages.diffusion_scheduler import DiffusionScheduler, ImagePrompt
 
 if TYPE_CHECKING:
     from omni_notebook.config import StageConfig
     from omni_notebook.protocol import OmniSamplingParams
+    from omni_notebook.stages.lora import StageLoras
     from omni_notebook.stages.requests import StageOutput
     from omni_notebook.transport.connector import Connector
 
@@ -30,8 +33,13 @@ class DiffusionModel:
         self._shape.check_parallel(config.tensor_parallel_size)
         self._max_batch_size = config.max_batch_size
 
-    def make_scheduler(self, connector: Connector | None) -> DiffusionScheduler:  # noqa: ARG002
-        """FIFO batches of requests that share steps and guidance."""
+    @functools.cached_property
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """See `StageModel.adaptable`."""
+        return shapes(lambda: DiT(self._shape))
+
+    def make_scheduler(self, connector: Connector | None, loras: StageLoras) -> DiffusionScheduler:  # noqa: ARG002
+        """FIFO batches of requests that share steps, guidance and adapter."""
         return DiffusionScheduler(max_batch_size=self._max_batch_size)
 
     def check(self, params: OmniSamplingParams) -> None:

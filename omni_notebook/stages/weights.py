@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from omni_notebook.errors import DeadlineError, NeedsWeightsError, WorkerDiedError
 from omni_notebook.protocol import MemoryState, PauseMode
+from omni_notebook.stages.lora_orders import bring_back
 from omni_notebook.stages.quiesce import quiesce
 from omni_notebook.stages.stage import first_error, raise_first
 from omni_notebook.stages.transitions import SLEEP, Context
@@ -79,7 +80,7 @@ def _half_loaded(stage: Stage, source: str, answers: Sequence[RankAnswer]) -> st
 
 
 async def restart(stage: Stage, context: Context) -> None:
-    """End a stage's ranks and start new ones from the last checkpoint; its requests run again on them.
+    """End a stage's ranks and start new ones from the last checkpoint, with its adapters; its requests run again.
 
     Ranks in processes of their own are ended at the deadline, whatever they do; a FAILED stage's are soon.
 
@@ -100,3 +101,4 @@ async def restart(stage: Stage, context: Context) -> None:
         msg = f"stage {stage.stage_id} was not restarted: its running batch had not ended; abort it or wait longer"
         raise DeadlineError(msg)
     await stage.restart()
+    await bring_back(stage)

@@ -23,7 +23,7 @@ class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` are fed at positions `start …`: the whole sequence for a prefill (start 0), one token for a decode.
     The first `prompt_len` positions of the sequence are the prompt. `want_hidden` asks for the last hidden states
-    that wrote a token: a token's state is the one at the position before it.
+    that wrote a token: a token's state is the one at the position before it. `lora_id`: its adapter, 0 = none.
     """
 
     slot: int
@@ -35,6 +35,7 @@ class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float
     top_k: int
     want_hidden: bool
+    lora_id: int = 0
 
 
 class ArBatch(msgspec.Struct, frozen=True, tag="ar"):
@@ -51,11 +52,12 @@ class SequenceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="sequence"):
 
 
 class ImageStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One image of a diffusion batch; `hidden`: float32 array (plan length, hidden size) or None."""
+    """One image of a diffusion batch; `hidden`: float32 array (plan length, hidden size) or None; `lora_id`: adapter."""
 
     plan_ids: tuple[int, ...]
     hidden: Any | None
     seed: int
+    lora_id: int = 0
 
 
 class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True, tag="diffusion"):

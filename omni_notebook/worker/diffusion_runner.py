@@ -45,7 +45,8 @@ class DiffusionRunner(ModelRunner):
         images = noise.to(self._dtype)
         for index in range(batch.num_inference_steps):
             self._stop_if_cancelled(batch.batch_id)
-            images = denoise_step(self._model, images, index, times, condition, batch.guidance_scale)
+            with self.loras.applied([image.lora_id for image in batch.images]):
+                images = denoise_step(self._model, images, index, times, condition, batch.guidance_scale)
         return [ImageAnswer(pixels=pixels) for pixels in to_uint8(images).numpy()]
 
     def cancel(self, task_id: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 
 from omni_notebook.executors.mp.faults import Fault
-from omni_notebook.protocol import OmniACK, RankStatus, SleepTask, WakeTask
+from omni_notebook.protocol import LoRARequest, OmniACK, RankStatus, SleepTask, WakeTask
 from omni_notebook.worker.batches import ArBatch, DiffusionBatch, ImageAnswer, SequenceAnswer
-from omni_notebook.worker.reports import LoadReport, WakeOutlook
+from omni_notebook.worker.reports import LoadReport, LoRAReport, WakeOutlook
 
 # ------------------------------------------------------------------------------------- to the child
 
@@ -110,6 +110,12 @@ METHODS: dict[str, Signature] = {
     "load_weights": Signature(tuple[str, str | None], str),
     "revoke_weights": Signature(_NONE, None),
     "weights_valid": Signature(_NONE, bool),
+    "prepare_lora": Signature(tuple[LoRARequest], LoRAReport),
+    "commit_lora": Signature(tuple[int], dict[str, int]),
+    "abort_lora": Signature(tuple[int], None),
+    "remove_lora": Signature(tuple[int], dict[str, int]),
+    "pin_lora": Signature(tuple[int], None),
+    "unpin_lora": Signature(tuple[int], None),
     "prepare_sleep": Signature(tuple[SleepTask], None),
     "commit_sleep": Signature(tuple[str], OmniACK),
     "abort_sleep": Signature(tuple[str], None),

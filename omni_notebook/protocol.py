@@ -6,6 +6,7 @@ it says `_s`. Source of the ACK's fields: the specification's "OmniACK Dataclass
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -230,6 +231,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
     lora_path: str
 
     def __post_init__(self) -> None:
+        if isinstance(self.lora_path, os.PathLike):
+            msgspec.structs.force_setattr(self, "lora_path", os.fspath(self.lora_path))
         for key in ("lora_name", "lora_path"):
             value = getattr(self, key)
             if not isinstance(value, str) or not value.strip():
@@ -364,7 +367,7 @@ class OmniRequestOutput:
         outputs: sequences with `.token_ids` (AR stages).
         images: PIL images (diffusion stages).
         weight_version: the version of the weights that made it.
-        metrics: seed, steps, queue_ms, run_ms, … as measured; `lora`: the adapter's name, where this stage used one.
+        metrics: seed, steps, queue_ms, run_ms, … as measured; `lora`: the adapter's name, if one had a part in this.
     """
 
     request_id: str

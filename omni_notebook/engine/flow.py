@@ -162,7 +162,7 @@ class Flow:
         self._changed.notify()
 
     def _request_output(self, output: StageOutput, stage: Stage, *, ends: bool) -> OmniRequestOutput:
-        lora = self._lora(stage)
+        lora = next((found for passed in self.route[: self.at + 1] if (found := self._lora(passed))), None)
         text = [CompletionOutput(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)]
         return OmniRequestOutput(
             request_id=self.request_id,
@@ -174,7 +174,7 @@ class Flow:
             outputs=text if stage.model.output_type == "text" else [],
             images=[_picture(pixels) for pixels in output.pixels],
             weight_version=output.weight_version,
-            metrics=output.metrics if lora is None else {**output.metrics, "lora": lora.lora_name},
+            metrics={**output.metrics, **({} if lora is None else {"lora": lora.lora_name})},
         )
 
     def _tell(self, state: RequestState) -> None:

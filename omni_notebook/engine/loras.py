@@ -210,7 +210,7 @@ def lora_request_from(value: Any) -> LoRARequest:
     except AttributeError:
         msg = f"{value!r} is no LoRARequest(lora_name, lora_int_id, lora_path); nothing changed"
         raise ArgumentError(msg) from None
-    checked = LoRARequest(name, lora_id, str(path))
+    checked = LoRARequest(name, lora_id, path)
     return LoRARequest(name, lora_id, str(Path(checked.lora_path).expanduser().resolve()))
 
 

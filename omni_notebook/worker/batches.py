@@ -52,7 +52,7 @@ class SequenceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="sequence"):
 
 
 class ImageStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One image of a diffusion batch; `hidden`: float32 array (plan length, hidden size) or None; `lora_id`: adapter."""
+    """One image of a diffusion batch; `hidden`: float32 (plan length, hidden size) or None; `lora_id`: 0 = none."""
 
     plan_ids: tuple[int, ...]
     hidden: Any | None

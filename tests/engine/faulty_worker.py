@@ -37,6 +37,11 @@ ORDERS = (
     "load_weights",
     "drop_backup",
     "barrier",
+    "prepare_lora",
+    "commit_lora",
+    "remove_lora",
+    "pin_lora",
+    "unpin_lora",
 )
 INSIDE = ("map_restore", "reload")
 """Steps inside a wake: the pool's, and the weights'."""

@@ -40,34 +40,26 @@ KINDS = {
 ROWS = {"decoder": 2, "decoder with biases": 2, "dit": 3}
 
 
-def build(kind, weights):
-    make, config, _run = KINDS[kind]
-    model = make(config)
-    model.load_state_dict(weights)
-    return model.eval()
+class Case:
+    """A kind of model: seeded weights, the layers that an adapter can change, what running it gives, its rows."""
+
+    def __init__(self, kind):
+        self.make, self.config, self.run = KINDS[kind]
+        self.rows = ROWS[kind]
+        self.known = shapes(lambda: self.make(self.config))
+        generator = torch.Generator().manual_seed(1)
+        shape_of = {name: value.shape for name, value in self.make(self.config).state_dict().items()}
+        self.weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shape_of.items()}
+
+    def model(self, weights=None):
+        model = self.make(self.config)
+        model.load_state_dict(weights or self.weights)
+        return model.eval()
 
 
 @pytest.fixture(params=KINDS)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture
-def weights(kind):
-    make, config, _run = KINDS[kind]
-    generator = torch.Generator().manual_seed(1)
-    return {k: torch.randn(v.shape, generator=generator) * 0.2 for k, v in make(config).state_dict().items()}
-
-
-@pytest.fixture
-def known(kind):
-    make, config, _run = KINDS[kind]
-    return shapes(lambda: make(config))
-
-
-@pytest.fixture
-def run(kind):
-    return KINDS[kind][2]
+def case(request):
+    return Case(request.param)
 
 
 @pytest.fixture
@@ -94,30 +86,28 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("stabilised", [False, True], ids=["alpha / r", "alpha / root of r"])
-def test_an_adapter_is_the_same_as_merged_weights(kind, weights, known, run, pool, tmp_path, stabilised):
-    tensors = adapters.matrices(known)
+def test_an_adapter_is_the_same_as_merged_weights(case, pool, tmp_path, stabilised):
+    tensors = adapters.matrices(case.known)
     folder = adapters.write(tmp_path / "a", tensors, use_rslora=stabilised)
     scale = adapters.ALPHA / (math.sqrt(adapters.RANK) if stabilised else adapters.RANK)
-    model = build(kind, weights)
-    base = run(model)
+    model = case.model()
+    base = case.run(model)
     loras = Loras(model, pool, slots=2, max_rank=8)
     put(loras, folder, 3)
-    with loras.applied([3] * ROWS[kind]):
-        changed = run(model)
-    wanted = run(build(kind, adapters.merged(weights, tensors, scale)))
+    with loras.applied([3] * case.rows):
+        changed = case.run(model)
+    wanted = case.run(case.model(adapters.merged(case.weights, tensors, scale)))
     assert near(changed, wanted)
     assert not near(changed, base)
-    assert equal(run(model), base)
+    assert equal(case.run(model), base)
 
 
-def test_names_and_parameters_of_the_base_model_stay_and_its_hooks_go_with_the_last_adapter(
-    kind, weights, known, pool, tmp_path
-):
-    model = build(kind, weights)
+def test_names_and_parameters_of_the_base_model_stay_and_its_hooks_go_with_the_last_adapter(case, pool, tmp_path):
+    model = case.model()
     before = {name: value.data_ptr() for name, value in model.state_dict().items()}
     loras = Loras(model, pool, slots=2, max_rank=8)
     assert LORA not in pool.tags()
-    put(loras, adapters.write(tmp_path / "a", adapters.matrices(known)), 1)
+    put(loras, adapters.write(tmp_path / "a", adapters.matrices(case.known)), 1)
     assert LORA in pool.tags()
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
     loras.remove(1)
@@ -125,21 +115,19 @@ def test_names_and_parameters_of_the_base_model_stay_and_its_hooks_go_with_the_l
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_rows_with_two_adapters_and_with_none_share_a_batch_and_none_sees_the_others(
-    kind, weights, known, run, pool, tmp_path
-):
-    model, rows = build(kind, weights), ROWS[kind]
-    base = run(model)
+def test_rows_with_two_adapters_and_with_none_share_a_batch_and_none_sees_the_others(case, pool, tmp_path):
+    model, rows = case.model(), case.rows
+    base = case.run(model)
     loras = Loras(model, pool, slots=2, max_rank=8)
     alone = {0: base}
     for lora_id in (1, 2):
-        put(loras, adapters.write(tmp_path / str(lora_id), adapters.matrices(known, seed=lora_id)), lora_id)
+        put(loras, adapters.write(tmp_path / str(lora_id), adapters.matrices(case.known, seed=lora_id)), lora_id)
         with loras.applied([lora_id] * rows):
-            alone[lora_id] = run(model)
+            alone[lora_id] = case.run(model)
     assert not near(alone[1], alone[2])
     for ids in ([0, 1, 2][:rows], [2, 0, 1][:rows], [1, 2, 1][:rows]):
         with loras.applied(ids):
-            mixed = run(model)
+            mixed = case.run(model)
         for row, lora_id in enumerate(ids):
             picked = [part[row] for part in mixed], [part[row] for part in alone[lora_id]]
             assert near(*picked)
@@ -162,9 +150,11 @@ def test_guidance_doubles_the_rows_and_each_half_uses_its_adapters(pool, tmp_pat
     assert torch.allclose(double, torch.cat([single, single]), atol=1e-5)
 
 
-def test_patterns_give_single_layers_their_own_rank_and_factor(weights, known, tmp_path, kind, run, pool):
-    first, second = sorted(known)[:2]
-    tensors = adapters.matrices({first: known[first]}, rank=2) | adapters.matrices({second: known[second]}, seed=2)
+def test_patterns_give_single_layers_their_own_rank_and_factor(case, tmp_path, pool):
+    first, second = sorted(case.known)[:2]
+    tensors = adapters.matrices({first: case.known[first]}, rank=2) | adapters.matrices(
+        {second: case.known[second]}, seed=2
+    )
     patterns = {"rank_pattern": {first: 2}, "alpha_pattern": {second.rpartition(".")[2]: 1.5, "never.there": 7}}
     adapter = read_adapter(adapters.write(tmp_path / "a", tensors, **patterns))
     alphas = {path: 1.5 if path.endswith(second.rpartition(".")[2]) else adapters.ALPHA for path in (first, second)}
@@ -174,15 +164,15 @@ def test_patterns_give_single_layers_their_own_rank_and_factor(weights, known, t
 
 
 @pytest.mark.parametrize("config", [{"target_modules": ".*q"}, {"target_modules": None}, {"target_modules": ["x"]}])
-def test_the_tensors_decide_about_the_layers_whatever_target_modules_says(known, tmp_path, config):
-    folder = adapters.write(tmp_path / "a", adapters.matrices(known, name=".default"), **config)
-    assert set(read_adapter(folder).pairs) == set(known)
+def test_the_tensors_decide_about_the_layers_whatever_target_modules_says(case, tmp_path, config):
+    folder = adapters.write(tmp_path / "a", adapters.matrices(case.known, name=".default"), **config)
+    assert set(read_adapter(folder).pairs) == set(case.known)
 
 
-def test_half_types_are_taken_as_they_are(kind, known, tmp_path):
-    tensors = {name: value.to(torch.bfloat16) for name, value in adapters.matrices(known).items()}
+def test_half_types_are_taken_as_they_are(case, tmp_path):
+    tensors = {name: value.to(torch.bfloat16) for name, value in adapters.matrices(case.known).items()}
     adapter = read_adapter(adapters.write(tmp_path / "a", tensors))
-    path, target = next(iter(targets(KINDS[kind][0](KINDS[kind][1])).items()))
+    path, target = next(iter(targets(case.make(case.config)).items()))
     a, b = target.share(adapter.pairs[path])
     key = f"base_model.model.{path}.lora_"
     assert torch.equal(a, tensors[f"{key}A.weight"].float())
@@ -192,18 +182,16 @@ def test_half_types_are_taken_as_they_are(kind, known, tmp_path):
 # ------------------------------------------------------------------------------------------ slots
 
 
-def test_more_adapters_than_slots_take_turns_by_least_recent_use_and_come_back_as_they_were(
-    kind, weights, known, run, pool, tmp_path
-):
-    model, rows = build(kind, weights), ROWS[kind]
+def test_more_adapters_than_slots_take_turns_by_least_recent_use_and_come_back_as_they_were(case, pool, tmp_path):
+    model, rows = case.model(), case.rows
     loras = Loras(model, pool, slots=2, max_rank=8)
     for lora_id in (1, 2, 3):
-        put(loras, adapters.write(tmp_path / str(lora_id), adapters.matrices(known, seed=lora_id)), lora_id)
+        put(loras, adapters.write(tmp_path / str(lora_id), adapters.matrices(case.known, seed=lora_id)), lora_id)
     assert set(loras._slots) == {1, 2}
 
     def drawn(lora_id):
         with loras.applied([lora_id] * rows):
-            return run(model)
+            return case.run(model)
 
     first = {lora_id: drawn(lora_id) for lora_id in (1, 2)}
     drawn(1)
@@ -224,28 +212,26 @@ def test_more_adapters_than_slots_take_turns_by_least_recent_use_and_come_back_a
     assert equal(drawn(2), first[2])
 
 
-def test_an_adapter_that_is_not_there_is_never_silently_off(kind, weights, pool):
-    loras = Loras(build(kind, weights), pool, slots=2, max_rank=8)
+def test_an_adapter_that_is_not_there_is_never_silently_off(case, pool):
+    loras = Loras(case.model(), pool, slots=2, max_rank=8)
     with pytest.raises(LoRAError, match="adapter 7 is not on this rank"), loras.applied([0, 7]):
         raise AssertionError
 
 
-def test_an_adapter_with_other_layers_takes_more_memory_and_all_of_it_survives_both_levels(
-    kind, weights, known, run, pool, tmp_path
-):
-    model, rows = build(kind, weights), ROWS[kind]
+def test_an_adapter_with_other_layers_takes_more_memory_and_all_of_it_survives_both_levels(case, pool, tmp_path):
+    model, rows = case.model(), case.rows
     loras = Loras(model, pool, slots=2, max_rank=8)
-    half = sorted(known)[: len(known) // 2]
-    put(loras, adapters.write(tmp_path / "1", adapters.matrices({path: known[path] for path in half})), 1)
+    half = sorted(case.known)[: len(case.known) // 2]
+    put(loras, adapters.write(tmp_path / "1", adapters.matrices({path: case.known[path] for path in half})), 1)
     span = pool.tags()[LORA].span_bytes
-    put(loras, adapters.write(tmp_path / "2", adapters.matrices(known, seed=2)), 2)
+    put(loras, adapters.write(tmp_path / "2", adapters.matrices(case.known, seed=2)), 2)
     assert pool.tags()[LORA].span_bytes > span
 
     def drawn():
         drawings = []
         for lora_id in (1, 2):
             with loras.applied([lora_id] * rows):
-                drawings += run(model)
+                drawings += case.run(model)
         return drawings
 
     before = drawn()
@@ -272,18 +258,19 @@ def two():
         started.close()
 
 
-def test_two_ranks_give_what_one_gives_and_read_their_own_parts(kind, weights, known, run, pool, tmp_path, two):
-    make, config, _run = KINDS[kind]
-    save_file(weights, tmp_path / SINGLE_FILE)
-    folders = [adapters.write(tmp_path / str(i), adapters.matrices(known, seed=i)) for i in (1, 2)]
-    model = build(kind, weights)
+def test_two_ranks_give_what_one_gives_and_read_their_own_parts(case, pool, tmp_path, two):
+    save_file(case.weights, tmp_path / SINGLE_FILE)
+    folders = [adapters.write(tmp_path / str(i), adapters.matrices(case.known, seed=i)) for i in (1, 2)]
+    model = case.model()
     loras = Loras(model, pool, slots=2, max_rank=8)
     for lora_id, folder in enumerate(folders, start=1):
         put(loras, folder, lora_id)
-    ids = [2, 1, 0][: ROWS[kind]]
+    ids = [2, 1, 0][: case.rows]
     with loras.applied(ids):
-        whole = run(model)
-    answers = two.call("run_adapted", make.__name__, config, tmp_path, [str(folder) for folder in folders], ids)
+        whole = case.run(model)
+    answers = two.call(
+        "run_adapted", case.make.__name__, case.config, tmp_path, [str(folder) for folder in folders], ids
+    )
     for parts, bytes_of_pool in answers:
         assert near(parts, whole)
         assert bytes_of_pool < sum(info.used_bytes for info in pool.tags().values())
@@ -315,8 +302,8 @@ def test_two_ranks_give_what_one_gives_and_read_their_own_parts(kind, weights, k
     ],
     ids=str,
 )
-def test_a_config_that_is_not_plain_lora_is_refused_by_the_keys_name(known, tmp_path, changes, says):
-    folder = adapters.write(tmp_path / "a", adapters.matrices(known), **changes)
+def test_a_config_that_is_not_plain_lora_is_refused_by_the_keys_name(case, tmp_path, changes, says):
+    folder = adapters.write(tmp_path / "a", adapters.matrices(case.known), **changes)
     with pytest.raises(ConfigError, match=says) as caught:
         read_adapter(folder)
     assert CONFIG_FILE in str(caught.value)
@@ -382,50 +369,49 @@ def test_a_missing_folder_or_file_is_refused_by_name(tmp_path, missing):
         read_adapter(tmp_path / "a")
 
 
-def test_a_layer_that_the_model_does_not_have_and_one_of_another_shape_are_named(kind, known, tmp_path):
-    path, (out, into) = next(iter(sorted(known.items())))
+def test_a_layer_that_the_model_does_not_have_and_one_of_another_shape_are_named(case, tmp_path):
+    path, (out, into) = next(iter(sorted(case.known.items())))
     strange = read_adapter(adapters.write(tmp_path / "a", adapters.matrices({"nowhere.q": (4, 4)})))
     with pytest.raises(ConfigError, match=r"the model has no layer nowhere\.q that an adapter can change"):
-        check_fits(strange, known)
+        check_fits(strange, case.known)
     wide = read_adapter(adapters.write(tmp_path / "b", adapters.matrices({path: (out, into + 1)})))
     with pytest.raises(ConfigError, match=rf"{path} has lora_A \(4, {into + 1}\).*needs \(r, {into}\) and \({out}, r"):
-        check_fits(wide, known)
+        check_fits(wide, case.known)
 
 
 def test_the_output_head_is_no_place_for_an_adapter(tmp_path):
     assert "lm_head" not in shapes(lambda: Decoder(VARIANTS["llama"]))
 
 
-def test_too_large_a_rank_names_the_option_that_allows_it(known, tmp_path):
-    adapter = read_adapter(adapters.write(tmp_path / "a", adapters.matrices(known)))
+def test_too_large_a_rank_names_the_option_that_allows_it(case, tmp_path):
+    adapter = read_adapter(adapters.write(tmp_path / "a", adapters.matrices(case.known)))
     check_rank(adapter, 4)
     with pytest.raises(ConfigError, match=r"rank 4, more than max_lora_rank=3; start .* max_lora_rank=4 or more"):
         check_rank(adapter, 3)
 
 
-def test_a_refused_adapter_changes_nothing(kind, weights, known, run, pool, tmp_path):
-    model = build(kind, weights)
+def test_a_refused_adapter_changes_nothing(case, pool, tmp_path):
+    model = case.model()
     loras = Loras(model, pool, slots=2, max_rank=3)
-    base = run(model)
+    base = case.run(model)
     with pytest.raises(ConfigError, match="max_lora_rank"):
-        loras.prepare(LoRARequest("a", 1, str(adapters.write(tmp_path / "a", adapters.matrices(known)))))
+        loras.prepare(LoRARequest("a", 1, str(adapters.write(tmp_path / "a", adapters.matrices(case.known)))))
     with pytest.raises(KeyError):
         loras.commit(1)
     assert pool.tags() == {}
-    assert equal(run(model), base)
+    assert equal(case.run(model), base)
 
 
-def test_values_that_the_models_type_can_not_hold_are_refused(known, tmp_path, pool, kind):
-    make, config, _run = KINDS[kind]
-    model = make(config).to(torch.float16)
-    tensors = {name: value * 1e5 for name, value in adapters.matrices(known).items()}
+def test_values_that_the_models_type_can_not_hold_are_refused(case, tmp_path, pool):
+    model = case.make(case.config).to(torch.float16)
+    tensors = {name: value * 1e5 for name, value in adapters.matrices(case.known).items()}
     loras = Loras(model, pool, slots=2, max_rank=8)
     with pytest.raises(ConfigError, match=r"does not fit the range of torch\.float16"):
         loras.prepare(LoRARequest("a", 1, str(adapters.write(tmp_path / "a", tensors))))
 
 
-def test_the_digest_is_of_both_files(known, tmp_path):
-    folder = adapters.write(tmp_path / "a", adapters.matrices(known))
+def test_the_digest_is_of_both_files(case, tmp_path):
+    folder = adapters.write(tmp_path / "a", adapters.matrices(case.known))
     digest = read_adapter(folder).digest
     assert read_adapter(folder).digest == digest
     (folder / CONFIG_FILE).write_text(json.dumps(adapters.config(lora_alpha=3)), encoding="utf-8")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from omni_notebook.verbs.parsing import STAGE, TAG, VERB
+from omni_notebook.verbs.parsing import LORA, STAGE, TAG, VERB
 from omni_notebook.verbs.registry import parser_for, verbs
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
+    from omni_notebook.protocol import EngineStatus
     from omni_notebook.verbs.parsing import VerbParser
     from omni_notebook.verbs.session import Session
 
@@ -44,8 +46,14 @@ def _words(session: Session, before: list[str], fragment: str) -> list[str]:
     open_option = _open_option(parser, before[1:])
     if open_option is not None:
         return _values(session, open_option)
-    positional = [word for action in parser.actions() if not action.option_strings for word in _values(session, action)]
+    positional = [word for action in _still_open(parser, before[1:]) for word in _values(session, action)]
     return [word for word in positional if word not in before[1:]] + options
+
+
+def _still_open(parser: VerbParser, before: list[str]) -> list[argparse.Action]:
+    """Positionals; a choice that was made is not offered again."""
+    positionals = [action for action in parser.actions() if not action.option_strings]
+    return [action for action in positionals if action.choices is None or not set(action.choices) & set(before)]
 
 
 def _open_option(parser: VerbParser, before: list[str]) -> argparse.Action | None:
@@ -66,10 +74,13 @@ def _values(session: Session, action: argparse.Action) -> list[str]:
     if action.metavar == VERB:
         return list(verbs())
     status = session.running.status() if session.running else None
-    if status is None:
-        return []
-    if action.metavar == STAGE:
-        return [str(stage.stage_id) for stage in status.stages]
-    if action.metavar == TAG:
-        return sorted({tag for stage in status.stages for rank in stage.ranks for tag in rank.tags})
-    return []
+    found = _OF_THE_ENGINE.get(str(action.metavar))
+    return [] if status is None or found is None else found(status)
+
+
+_OF_THE_ENGINE: dict[str, Callable[[EngineStatus], list[str]]] = {
+    STAGE: lambda status: [str(stage.stage_id) for stage in status.stages],
+    LORA: lambda status: sorted({lora.lora_name for stage in status.stages for lora in stage.loras}),
+    TAG: lambda status: sorted({tag for stage in status.stages for rank in stage.ranks for tag in rank.tags}),
+}
+"""What a word of this kind can be while an engine runs."""

@@ -147,6 +147,8 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"\brestart\((\d+)\)", r"%omni restart \1"),
     (r"(?<![.\w])load_weights\((\w+), (\w+)\)", rf"{_LOAD}(\1, \2)"),
     (r"(?<=call )load_weights\b(?!\()", f"{_LOAD}({{id}}, path)"),
+    (r"\badd_lora\(request\)", "%omni lora add PATH"),
+    (r"\bremove_lora\((\w+)\)", r"%omni lora remove \1"),
     (r"(?<= )\.acks\b", LAST_ACKS),
 )
 _FLAGS = {
@@ -161,6 +163,8 @@ _FLAGS = {
     "default_timeout": "--default-timeout",
     "tensor_parallel_size": "--tp",
     "num_replicas": "--replicas",
+    "max_loras": "--max-loras",
+    "max_lora_rank": "--max-lora-rank",
     "executor": "--executor",
     "runtime": "--runtime",
     "step_execution": "--step-execution",

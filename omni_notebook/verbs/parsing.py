@@ -18,6 +18,7 @@ STAGE = "STAGE"
 TAG = "TAG"
 VERB = "VERB"
 REQUEST = "REQUEST"
+LORA = "LORA"
 
 
 class VerbParser(argparse.ArgumentParser):

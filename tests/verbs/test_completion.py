@@ -24,10 +24,18 @@ def test_an_empty_line_offers_every_verb():
         ("start --executor ", ["auto", "uni", "mp", "ray"]),
         ("help wa", ["wake"]),
         ("nonsense --", []),
+        ("lora r", ["remove"]),
+        ("lora add runs/style --n", ["--name"]),
+        ("generate --lo", ["--lora"]),
     ],
 )
 def test_what_can_stand_at_the_cursor(text, expected):
     assert words(text) == expected
+
+
+def test_a_choice_that_was_made_is_not_offered_again():
+    assert words("lora ")[:4] == ["add", "remove", "list", "pin"]
+    assert not {"add", "remove", "list", "pin"} & set(words("lora pin "))
 
 
 def test_an_option_is_offered_once():

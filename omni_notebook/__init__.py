@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from omni_notebook.config import PipelineConfig, StageConfig
     from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.notebook.charts import plot_reclaimed
-    from omni_notebook.protocol import OmniACK, OmniRequestOutput, OmniSamplingParams
+    from omni_notebook.protocol import LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
     from omni_notebook.verbs.session import current, last_acks
 
     __version__: str
 
 __all__ = [
     "AsyncOmni",
+    "LoRARequest",
     "OmniACK",
     "OmniRequestOutput",
     "OmniSamplingParams",
@@ -38,6 +39,7 @@ __all__ = [
 
 _HOME = {
     "AsyncOmni": "omni_notebook.engine.async_omni",
+    "LoRARequest": "omni_notebook.protocol",
     "OmniACK": "omni_notebook.protocol",
     "OmniRequestOutput": "omni_notebook.protocol",
     "OmniSamplingParams": "omni_notebook.protocol",

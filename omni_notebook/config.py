@@ -29,6 +29,14 @@ BackupKind = Literal["spill", "checkpoint"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _T = TypeVar("_T")
+_AT_LEAST_ONE = (
+    "tensor_parallel_size",
+    "num_replicas",
+    "max_num_seqs",
+    "max_batch_size",
+    "max_loras",
+    "max_lora_rank",
+)
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(b|kb|kib|mb|mib|gb|gib|tb|tib)?\s*$", re.IGNORECASE)
 MAX_SIZE_CHARS = 32
@@ -73,6 +81,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tensor_parallel_size, num_replicas: ranks a replica, replicas a stage.
         step_execution: diffusion: schedule single denoise steps.
         max_num_seqs: AR: sequences that run together. max_batch_size: the same for diffusion requests.
+        max_loras, max_lora_rank: slots for LoRA adapters that batches can use at a time, and the largest rank of one;
+            their memory is taken when the first adapter is added.
         max_model_len: AR: tokens of prompt and answer; None = the model's own limit.
         engine_args: passed to vLLM.
         ballast_bytes: a real, tagged, restorable tensor a rank, to make memory visible with small models.
@@ -98,6 +108,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_execution: bool = False
     max_num_seqs: int = 8
     max_batch_size: int = 4
+    max_loras: int = 4
+    max_lora_rank: int = 16
     max_model_len: int | None = None
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     ballast_bytes: int = 0
@@ -110,7 +122,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("tensor_parallel_size", "num_replicas", "max_num_seqs", "max_batch_size"):
+        for key in _AT_LEAST_ONE:
             if getattr(self, key) < 1:
                 _refuse(key, getattr(self, key), "must be 1 or more")
         if self.ballast_bytes < 0:

@@ -13,6 +13,7 @@
     ├── SleepError                at least one rank answered ERROR to a sleep; `.acks` has every answer
     ├── WakeError                 the same for a wake
     ├── PauseError                a pause did not complete, or forbids this order
+    ├── LoRAError                 an adapter could not be put on every rank, has no slot, or is gone
     ├── DeadlineError             a wait reached its bound (also a TimeoutError)
     ├── OutOfMemoryError          host or device memory would not suffice (also a MemoryError)
     ├── WorkerDiedError           a rank's process ended; `.stage_id`, `.rank`, `.log_lines`
@@ -141,6 +142,12 @@ class PauseError(OmniError):
     """A pause did not complete, or a pause in progress forbids this order."""
 
     error_code = "PAUSE"
+
+
+class LoRAError(OmniError):
+    """An adapter could not be put on every rank, has no slot to run in, or is not there any more."""
+
+    error_code = "LORA"
 
 
 class DeadlineError(OmniError, TimeoutError):

@@ -6,6 +6,7 @@ it says `_s`. Source of the ACK's fields: the specification's "OmniACK Dataclass
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -215,6 +216,49 @@ class WakeTask(msgspec.Struct, frozen=True, kw_only=True):
     reload: bool = True
 
 
+# ----------------------------------------------------------------------------------------- adapters
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """A LoRA adapter: what people call it, its number (1 or more), its folder in peft's format. vLLM's field names.
+
+    Raises:
+        ArgumentError: an empty name or path, or a number below 1.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lora_path, os.PathLike):
+            msgspec.structs.force_setattr(self, "lora_path", os.fspath(self.lora_path))
+        for key in ("lora_name", "lora_path"):
+            value = getattr(self, key)
+            if not isinstance(value, str) or not value.strip():
+                msg = f"{key}={value!r} is not a non-empty string; nothing changed"
+                raise ArgumentError(msg)
+        number: Any = self.lora_int_id
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            msg = f"lora_int_id={number!r} is not a whole number of 1 or more; nothing changed"
+            raise ArgumentError(msg)
+
+    @property
+    def title(self) -> str:
+        """`'style' (id 3)`."""
+        return f"{self.lora_name!r} (id {self.lora_int_id})"
+
+
+class LoRAStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter of a stage: the largest rank of its matrices, and whether it never leaves its slot."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    rank: int
+    pinned: bool
+
+
 # ----------------------------------------------------------------------------------------- requests
 
 MAX_INFERENCE_STEPS = 1000
@@ -324,7 +368,7 @@ class OmniRequestOutput:
         images: PIL images (diffusion stages).
         png: the same images as PNG files, encoded by the rank that made them.
         weight_version: the version of the weights that made it.
-        metrics: seed, steps, queue_ms, run_ms, … as measured.
+        metrics: seed, steps, queue_ms, run_ms, … as measured; `lora`: the adapter's name, if one had a part in this.
     """
 
     request_id: str
@@ -385,6 +429,7 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     ballast_bytes: int
     ranks: tuple[RankStatus, ...]
     last_error: str | None
+    loras: tuple[LoRAStatus, ...] = ()
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

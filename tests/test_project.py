@@ -26,6 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 PUBLIC = [
     "AsyncOmni",
+    "LoRARequest",
     "OmniACK",
     "OmniRequestOutput",
     "OmniSamplingParams",

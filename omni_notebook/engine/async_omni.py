@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from omni_notebook.engine.events import Subscription
-    from omni_notebook.protocol import EngineStatus, OmniACK, OmniRequestOutput, OmniSamplingParams
+    from omni_notebook.protocol import EngineStatus, LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
 
 T = TypeVar("T")
 
@@ -220,7 +220,7 @@ class AsyncOmni:
 
     # ------------------------------------------------------------------------------- requests
 
-    async def generate(
+    async def generate(  # noqa: PLR0913  (vLLM's keyword beside the specification's)
         self,
         prompt: str | dict[str, Any],
         request_id: str | None = None,
@@ -229,6 +229,7 @@ class AsyncOmni:
         output_modalities: Sequence[str] | str | None = None,
         admission_timeout: float = 60.0,
         timeout: float | None = None,
+        lora_request: LoRARequest | str | int | None = None,
     ) -> AsyncIterator[OmniRequestOutput]:
         """Outputs as they come: text so far, the final text, then images.
 
@@ -239,9 +240,10 @@ class AsyncOmni:
             output_modalities: `["text"]` ends with the AR stage and needs no later one awake.
             admission_timeout: seconds to wait at closed gates; 0 refuses at once.
             timeout: seconds for the whole request; None = no bound once it is admitted.
+            lora_request: an adapter that was added, its name or its number; the stages that have it apply it.
 
         Raises:
-            ArgumentError: prompt, id or a parameter does not fit; nothing was started.
+            ArgumentError: prompt, id, adapter or a parameter does not fit; nothing was started.
             PausedError, AsleepError, NeedsWeightsError, StageFailedError: a gate is closed; names the call that helps.
             DeadlineError: `timeout` passed; the request was aborted.
         """
@@ -250,7 +252,9 @@ class AsyncOmni:
         ended = False
         try:
             flow = await self._run(
-                lambda: self._core.admit(prompt, known_id, sampling_params, output_modalities, admission_timeout)
+                lambda: self._core.admit(
+                    prompt, known_id, sampling_params, output_modalities, admission_timeout, lora_request
+                )
             )
             deadline = Deadline(NEVER_S if bound is None else bound)
             done = False
@@ -334,36 +338,50 @@ class AsyncOmni:
 
         await self._run(run)
 
-    async def add_lora(self, request: Any) -> None:
-        """Not in this release.
+    # ------------------------------------------------------------------------------- adapters
+
+    async def add_lora(
+        self, request: LoRARequest, stage_ids: Sequence[int] | int | None = None, timeout: float | None = None
+    ) -> bool:
+        """Add a LoRA adapter in peft's format to all ranks of the stages that it fits; whether it was not there yet.
+
+        Args:
+            request: its name, its number and its folder; a later `generate(lora_request=...)` names it.
+            stage_ids: None = every stage that has the layers which it names, in their shapes.
+            timeout: seconds.
 
         Raises:
-            UnsupportedError: always.
+            ArgumentError: unknown stage, or another adapter has this name or number.
+            ConfigError: it is broken, not supported or does not fit; names the file and what is wrong with it.
+            StageBusyError, PauseError, AsleepError, NeedsWeightsError, StageFailedError: refused, nothing changed.
+            LoRAError: a rank could not take it; it was removed from all.
         """
-        msg = "add_lora"
-        raise _no_lora(msg, request)
+        return await self._run(lambda: self._core.add_lora(request, stage_ids, timeout))
 
-    async def remove_lora(self, lora_id: int) -> None:
-        """Not in this release.
+    async def remove_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
+        """Remove an adapter from every stage; whether it was there. With the last one its memory goes back.
 
         Raises:
-            UnsupportedError: always.
+            StageBusyError: a request that is here names it; likewise refused as by `add_lora`.
         """
-        msg = "remove_lora"
-        raise _no_lora(msg, lora_id)
+        return await self._run(lambda: self._core.remove_lora(lora_int_id, timeout))
 
-    async def pin_lora(self, lora_id: int) -> None:
-        """Not in this release.
+    async def pin_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
+        """Keep an adapter in one of the `max_loras` slots for good, until it is removed; True.
 
         Raises:
-            UnsupportedError: always.
+            ArgumentError: there is no such adapter.
+            LoRAError: pinned adapters hold every slot; likewise refused as by `add_lora`.
         """
-        msg = "pin_lora"
-        raise _no_lora(msg, lora_id)
+        return await self._run(lambda: self._core.pin_lora(lora_int_id, timeout))
 
     async def list_loras(self) -> list[int]:
-        """The ids of loaded adapters: none, since none can be added in this release."""
-        return []
+        """The numbers of all adapters, sorted; works in every state. `status().stages[i].loras` has their details."""
+
+        async def run() -> list[int]:
+            return list(self._core.loras.known())
+
+        return await self._run(run)
 
     # ------------------------------------------------------------------------- plain calls
 
@@ -432,7 +450,3 @@ class AsyncOmni:
 
 def _silent(what: str, fraction: float) -> None:
     """Progress that nobody asked for."""
-
-
-def _no_lora(call: str, what: Any) -> UnsupportedError:
-    return UnsupportedError(f"{call}({what!r}): LoRA adapters are not in this release; nothing changed")

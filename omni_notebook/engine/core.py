@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 import uuid
@@ -12,6 +13,7 @@ from omni_notebook.engine import arguments, pausing
 from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.flow import Asked, Flow
 from omni_notebook.engine.gates import Gates
+from omni_notebook.engine.loras import Loras, check_lora_id, lora_request_from
 from omni_notebook.engine.orders import Orders
 from omni_notebook.errors import ArgumentError, EngineClosedError, StageFailedError, WorkerDiedError
 from omni_notebook.executors import make_executor
@@ -48,6 +50,7 @@ class Core:
         self.gates = Gates(self.stages)
         self.closed = False
         self._flows: dict[str, Flow] = {}
+        self.loras = Loras(self.stages, self.orders, self._flows.values)
         self._started_s = time.monotonic()
 
     # -------------------------------------------------------------------------------- lifetime
@@ -63,6 +66,7 @@ class Core:
             self.stages.append(Stage(place, config, make_executor(config), self._on_change))
         for place, stage in enumerate(self.stages):
             stage.in_transit = lambda stage=stage: self._in_transit(stage)  # type: ignore[misc]
+            stage.loras.on_lost = functools.partial(self.loras.lost, stage)
             if place + 1 < len(self.stages):
                 stage.connector = self._connector_to(self.stages[place + 1])
             if place > 0:
@@ -138,6 +142,23 @@ class Core:
         self.check_open()
         pausing.resume(arguments.pick_stages(self.stages, stage_ids))
 
+    async def add_lora(self, request: Any, stage_ids: Any, timeout: float | None) -> bool:
+        """See `AsyncOmni.add_lora`."""
+        self.check_open()
+        checked = lora_request_from(request)
+        named = None if stage_ids is None else arguments.pick_stages(self.stages, stage_ids)
+        return await self.loras.add(checked, named, self.deadline(timeout, self.stages))
+
+    async def remove_lora(self, lora_int_id: Any, timeout: float | None) -> bool:
+        """See `AsyncOmni.remove_lora`."""
+        self.check_open()
+        return await self.loras.remove(check_lora_id(lora_int_id), self.deadline(timeout, self.stages))
+
+    async def pin_lora(self, lora_int_id: Any, timeout: float | None) -> bool:
+        """See `AsyncOmni.pin_lora`."""
+        self.check_open()
+        return await self.loras.pin(check_lora_id(lora_int_id), self.deadline(timeout, self.stages))
+
     def check_health(self) -> None:
         """See `AsyncOmni.check_health`."""
         self.check_open()
@@ -153,12 +174,12 @@ class Core:
     # -------------------------------------------------------------------------------- requests
 
     async def admit(
-        self, prompt: Any, request_id: str | None, params: Any, modalities: Any, admission_timeout: float
+        self, prompt: Any, request_id: str | None, params: Any, modalities: Any, admission_timeout: float, lora: Any
     ) -> Flow:
         """Check a request, wait at the gates, and start it.
 
         Raises:
-            ArgumentError: prompt, id or parameters do not fit; nothing was started.
+            ArgumentError: prompt, id, parameters or adapter do not fit; nothing was started.
             PausedError, AsleepError, NeedsWeightsError, StageFailedError: a gate is closed; see `Gates.admit`.
         """
         self.check_open()
@@ -167,12 +188,16 @@ class Core:
         for stage in route:
             stage.model.check(checked)
         payload = route[0].model.first(prompt, checked)
+        self.loras.resolve(lora, route)
         known_id = self._check_id(request_id)
         wait_s = arguments.check_timeout(admission_timeout, "admission_timeout")
         await self.gates.admit([stage.stage_id for stage in route], wait_s if wait_s is not None else 0.0)
         self._check_id(known_id)
+        adapter, lora_stages = self.loras.resolve(lora, route)
         seed = checked.seed if checked.seed is not None else secrets.randbits(32)
-        asked = Asked(request_id=known_id, prompt=prompt, params=checked, seed=seed)
+        asked = Asked(
+            request_id=known_id, prompt=prompt, params=checked, seed=seed, lora=adapter, lora_stages=lora_stages
+        )
         flow = Flow(asked, route, on_event=self.hub.push, on_end=self._forget)
         self._flows[known_id] = flow
         flow.begin(payload)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omni_notebook.errors import DeadlineError, OmniError
 from omni_notebook.protocol import (
     CompletionOutput,
+    LoRARequest,
     OmniRequestOutput,
     OmniSamplingParams,
     RequestEvent,
@@ -29,12 +30,14 @@ NEVER_S = 10 * 365 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a client asked for."""
+    """What a client asked for; `lora_stages` are those that apply `lora`, as it was when the request was admitted."""
 
     request_id: str
     prompt: Any
     params: OmniSamplingParams
     seed: int
+    lora: LoRARequest | None = None
+    lora_stages: frozenset[int] = frozenset()
 
 
 class Flow:
@@ -69,6 +72,17 @@ class Flow:
         """Whether it will come to `stage` and is not there yet."""
         return not self.ended and stage in self.route[self.at + 1 :]
 
+    def lora_id(self, stage: Stage) -> int:
+        """The adapter that it uses or will use in `stage`; 0: none, or it has been there."""
+        return 0 if self.ended or stage not in self.route[self.at :] else _id(self._lora(stage))
+
+    def uses(self, stage: Stage, lora_id: int) -> bool:
+        """Whether it needs this adapter in `stage`."""
+        return self.lora_id(stage) == lora_id
+
+    def _lora(self, stage: Stage) -> LoRARequest | None:
+        return self._asked.lora if stage.stage_id in self._asked.lora_stages else None
+
     def begin(self, payload: Any) -> None:
         """Enter the stage that it is at."""
         stage = self.stage
@@ -79,6 +93,7 @@ class Flow:
             payload=payload,
             deliver=self._take,
             feeds_next=self.at + 1 < len(self.route),
+            lora=self._lora(stage),
         )
         self._tell(RequestState.WAITING)
         stage.add(request)
@@ -121,6 +136,12 @@ class Flow:
         if self.stage.connector is not None:
             self.stage.connector.arrived(self.request_id)
 
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, wherever it is; what its stage still makes of it is dropped."""
+        self._tell(RequestState.FAILED)
+        self._end(error)
+        self.stage.abort(self.request_id)
+
     def _end(self, error: BaseException | None) -> None:
         self.ended = True
         self._left_upstream()
@@ -141,6 +162,7 @@ class Flow:
         self._changed.notify()
 
     def _request_output(self, output: StageOutput, stage: Stage, *, ends: bool) -> OmniRequestOutput:
+        lora = next((found for passed in self.route[: self.at + 1] if (found := self._lora(passed))), None)
         text = [CompletionOutput(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)]
         return OmniRequestOutput(
             request_id=self.request_id,
@@ -153,7 +175,7 @@ class Flow:
             images=[_picture(pixels) for pixels in output.pixels],
             png=output.png,
             weight_version=output.weight_version,
-            metrics=output.metrics,
+            metrics={**output.metrics, **({} if lora is None else {"lora": lora.lora_name})},
         )
 
     def _tell(self, state: RequestState, progress: float | None = None) -> None:
@@ -184,6 +206,10 @@ class Flow:
                 f"{stage.stage_id} ({stage.state}, pause {stage.pause_state})"
             )
             raise DeadlineError(msg)
+
+
+def _id(lora: LoRARequest | None) -> int:
+    return 0 if lora is None else lora.lora_int_id
 
 
 def _same_partial(tail: OmniRequestOutput, output: OmniRequestOutput) -> bool:

@@ -109,6 +109,32 @@ class Orders:
 
         await self._on_all([stage], check, run, deadline)
 
+    async def lora(
+        self,
+        stages: Sequence[Stage],
+        check: Callable[[], None],
+        change: Callable[[Context], Awaitable[None]],
+        deadline: Deadline,
+    ) -> None:
+        """One change of adapters over several stages together; see `stages.lora_orders`. `check` may refuse it.
+
+        Raises:
+            StageBusyError, PauseError, AsleepError, …: refused; nothing changed.
+        """
+        token = CancelToken()
+
+        async def everything() -> None:
+            async with _locks(stages, deadline, token):
+                for stage in stages:
+                    self._check(stage, Order.LORA)
+                    refuse_busy(stage, str(Order.LORA))
+                check()
+                await change(Context(deadline, token))
+            for stage in stages:
+                self.sample(stage)
+
+        await self.supervise(everything(), token)
+
     async def restart(self, stage: Stage, deadline: Deadline) -> None:
         """A stage made anew; see `stages.weights.restart`."""
 

@@ -83,6 +83,16 @@ class Allocation:
         if needed > free:
             raise no_memory(needed, free_bytes=free)
 
+    def discard(self, name: str) -> None:
+        """See `CpuPool.discard`."""
+        (tag,) = self._core.books.select((name,), TagState.AWAKE, "discard")
+        self._core.ahead.stop()
+        self._core.records.forget(tag)
+        del self._core.books[name]
+        for content in tag.contents:
+            content.segment.close()
+            content.drop_spill()
+
     def _find(self, tensor: torch.Tensor) -> Content | None:
         if tensor.device.type != "cpu" or not tensor.numel():
             return None

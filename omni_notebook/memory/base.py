@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 BALLAST = "ballast"
+LORA = "lora"
 
 Scope = Literal["mapping", "process", "device"]
 
@@ -160,7 +161,15 @@ class MemoryPool(Protocol):
         ...
 
     def keep(self, tag: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Name pool tensors (buffers, scales) whose contents no checkpoint has; every level keeps them on the host."""
+        """Name pool tensors (buffers, scales) whose contents no checkpoint has; every level keeps them on the host.
+
+        May be called again for tensors that came later. A tag that is kept from end to end is backed up at level 2 as
+        at level 1.
+        """
+        ...
+
+    def discard(self, tag: str) -> None:
+        """Give an awake tag and its backup up for good; its tensors must not be touched after."""
         ...
 
     def write_ahead(self) -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_notebook.errors import ArgumentError
-from omni_notebook.memory.arena import CHUNK, Chunk
+from omni_notebook.memory.arena import ALIGN, CHUNK, Chunk, round_up
 from omni_notebook.memory.base import TransitionCancelledError, TransitionOrderError
 
 if TYPE_CHECKING:
@@ -94,6 +94,12 @@ class Tag:
         """What of it is physically there, measured."""
         return sum(segment.resident_bytes() for segment in self.segments)
 
+    @property
+    def kept_whole(self) -> bool:
+        """Whether every byte that tensors use is kept: no checkpoint has any of it."""
+        whole = {k.content for k in self.kept if round_up(k.n_bytes, ALIGN) == k.content.segment.used_bytes}
+        return bool(self.contents) and whole.issuperset(self.contents)
+
     def prepare(self, level: int, backup: str | None) -> None:
         """AWAKE → PREPARED; a spill holds kept tensors too, otherwise they are copied to the host now."""
         self.kept_data = [] if backup == "spill" else [kept.read() for kept in self.kept]
@@ -109,10 +115,13 @@ class Tag:
             self._forget()
 
     def drop_backup(self) -> None:
-        """Level 1 → 2; kept tensors move to the host."""
+        """Level 1 → 2; kept tensors move to the host, a tag that is kept whole stays where it is backed up."""
+        self.level = 2
+        if self.kept_whole:
+            return
         if self.backup == "spill":
             self.kept_data = [kept.read_backup() for kept in self.kept]
-        self.level, self.backup = 2, "host" if self.kept_data else None
+        self.backup = "host" if self.kept_data else None
         self._forget()
 
     def _forget(self) -> None:

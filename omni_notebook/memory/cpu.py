@@ -107,13 +107,28 @@ class CpuPool:
             return self._allocation.empty(shape, dtype, tag, recomputable=recomputable)
 
     def keep(self, tag: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Name contiguous pool tensors of `tag` whose contents every level keeps on the host.
+        """Name contiguous pool tensors of `tag` whose contents every level keeps; may be called again for later ones.
+
+        At level 2 they are kept in host memory; where they are all that the tag has, in a spill file as at level 1.
 
         Raises:
             ArgumentError: a tensor is not contiguous or not in the pool under `tag`.
         """
         with self._lock:
             self._allocation.keep(tag, tensors)
+
+    def discard(self, tag: str) -> None:
+        """Give an awake tag's pages and backup up for good; views that still live read as zeros.
+
+        A background copy is stopped: `write_ahead` starts it again for the rest.
+
+        Raises:
+            ArgumentError: the tag is unknown.
+            TransitionOrderError: it is not awake.
+        """
+        with self._lock:
+            self._core.check_open("discard")
+            self._allocation.discard(tag)
 
     # --------------------------------------------------------------------------------------- looking
 

@@ -30,6 +30,10 @@ class ChecksumRecords:
         """Whether a checksum was recorded for the tag as it is allocated now."""
         return list(self._tables.get(tag.name, ())) == tag.segments
 
+    def forget(self, tag: Tag) -> None:
+        """Drop the tag's record, if there is one."""
+        self._tables.pop(tag.name, None)
+
     def record(self, tag: Tag) -> str:
         """Checksum the tag now and remember it; a write from now on makes its chunk a changed one."""
         for content in tag.contents:

@@ -28,11 +28,11 @@ class Sleeping:
         check_level(level)
         chosen = self._core.books.in_state(*TagState) if names is None else self._core.books.named(names)
         awake = [tag for tag in chosen if tag.state is TagState.AWAKE]
-        backed = [tag for tag in awake if level == 1 and not tag.recomputable]
+        backed = [tag for tag in awake if not tag.recomputable and (level == 1 or tag.kept_whole)]
         return SleepPlan(
             expected_bytes=sum(tag.span_bytes for tag in awake),
             backup_bytes=sum(tag.used_bytes for tag in backed if not self._core.from_checkpoint(tag)),
-            kept_bytes=sum(kept.n_bytes for tag in awake for kept in tag.kept) if level == 2 else 0,
+            kept_bytes=sum(kept.n_bytes for tag in awake if tag not in backed for kept in tag.kept) * (level == 2),
             tags={tag.name: tag.span_bytes for tag in awake},
         )
 
@@ -71,7 +71,7 @@ class Sleeping:
         return self._core.records.modified(weights, stop)
 
     def _backup_kind(self, tag: Tag, level: int, *, modified: bool | None) -> str | None:
-        if tag.recomputable or level == 2:
+        if tag.recomputable or (level == 2 and not tag.kept_whole):
             return "host" if tag.kept else None
         return "checkpoint" if self._core.from_checkpoint(tag) and modified is False else "spill"
 

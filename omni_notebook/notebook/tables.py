@@ -241,6 +241,7 @@ def _stage_note(stage: StageStatus, *, alive: bool) -> str:
         None if alive else "a worker is dead",
         f"{len(stage.ranks)} ranks" if len(stage.ranks) > 1 else None,
         None if stage.recoverable else "weights can NOT be reloaded",
+        f"lora: {', '.join(lora.lora_name for lora in stage.loras)}" if stage.loras else None,
         f"last error: {hints.in_verbs(stage.last_error)}" if stage.last_error else None,
     ]
     return "; ".join(part for part in parts if part)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.errors import OmniError
     from omni_notebook.models.tokenizer import TextTokenizer
+    from omni_notebook.stages.lora import StageLoras
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.transport.connector import Connector
 
@@ -65,11 +66,13 @@ class ArScheduler:
         max_len: int,
         tokenizer: TextTokenizer,
         connector: Connector | None = None,
+        loras: StageLoras | None = None,
     ) -> None:
         self._free = list(range(slots))
         self._max_len = max_len
         self._tokenizer = tokenizer
         self._connector = connector
+        self._loras = loras
         self._waiting: deque[StageRequest] = deque()
         self._running: dict[int, StageRequest] = {}
 
@@ -91,9 +94,15 @@ class ArScheduler:
         return Batch(tuple(self._running.items()), ArBatch(steps))
 
     def _next(self) -> StageRequest | None:
-        """The first request that may start; one for a closed, full stage holds back nobody but its like."""
+        """The first request that may start; one for a closed, full stage holds back nobody but its like.
+
+        One whose adapter finds no slot waits for those that run to end: adapters that came later do not pass it.
+        """
+        beside = [request.lora_id for request in self._running.values()]
         for request in self._waiting:
-            if self._connector is None or not request.feeds_next or self._connector.may_start(request.request_id):
+            if self._loras is not None and not self._loras.may_start(request.lora_id, beside):
+                beside.append(request.lora_id)
+            elif self._connector is None or not request.feeds_next or self._connector.may_start(request.request_id):
                 return request
         return None
 
@@ -109,6 +118,7 @@ class ArScheduler:
             top_p=request.params.top_p,
             top_k=request.params.top_k,
             want_hidden=request.feeds_next and not prompt.replaying,
+            lora_id=request.lora_id,
         )
 
     def finish(self, batch: Batch, answer: list[SequenceAnswer], weight_version: str) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError
-from omni_notebook.models.decoder import DecoderConfig
+from omni_notebook.models.decoder import Decoder, DecoderConfig
 from omni_notebook.models.loaders import read_config
+from omni_notebook.models.lora import shapes
 from omni_notebook.models.tokenizer import TextTokenizer
 from omni_notebook.stages.ar_scheduler import ArPrompt, ArScheduler
 
 if TYPE_CHECKING:
     from omni_notebook.config import StageConfig
     from omni_notebook.protocol import OmniSamplingParams
+    from omni_notebook.stages.lora import StageLoras
     from omni_notebook.stages.requests import StageOutput
     from omni_notebook.transport.connector import Connector
 
@@ -27,14 +30,22 @@ class ArTorchModel:
         folder = Path(config.model)
         shape = DecoderConfig.from_hf(read_config(folder))
         shape.check_parallel(config.tensor_parallel_size)
+        self._shape = shape
         self._slots = config.max_num_seqs
         self._max_len = min(config.max_model_len or shape.max_positions, shape.max_positions)
         self._vocab_size = shape.vocab_size
         self._tokenizer = TextTokenizer.load(folder)
 
-    def make_scheduler(self, connector: Connector | None) -> ArScheduler:
+    @functools.cached_property
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """See `StageModel.adaptable`."""
+        return shapes(lambda: Decoder(self._shape))
+
+    def make_scheduler(self, connector: Connector | None, loras: StageLoras) -> ArScheduler:
         """Continuous batching over the configured slots."""
-        return ArScheduler(slots=self._slots, max_len=self._max_len, tokenizer=self._tokenizer, connector=connector)
+        return ArScheduler(
+            slots=self._slots, max_len=self._max_len, tokenizer=self._tokenizer, connector=connector, loras=loras
+        )
 
     def check(self, params: OmniSamplingParams) -> None:
         """Every valid parameter can be followed."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from omni_notebook.errors import ArgumentError
-from omni_notebook.models.dit import DiTConfig
+from omni_notebook.models.dit import DiT, DiTConfig
 from omni_notebook.models.loaders import read_config
+from omni_notebook.models.lora import shapes
 from omni_notebook.models.scene import encode_plan
 from omni_notebook.stages.diffusion_scheduler import DiffusionScheduler
 from omni_notebook.stages.image_requests import ImagePrompt
@@ -18,6 +20,7 @@ from omni_notebook.stages.step_scheduler import StepScheduler
 if TYPE_CHECKING:
     from omni_notebook.config import StageConfig
     from omni_notebook.protocol import OmniSamplingParams
+    from omni_notebook.stages.lora import StageLoras
     from omni_notebook.stages.requests import StageOutput
     from omni_notebook.stages.scheduler import Scheduler
     from omni_notebook.transport.connector import Connector
@@ -34,8 +37,13 @@ class DiffusionModel:
         self._max_batch_size = config.max_batch_size
         self._step_execution = config.step_execution
 
-    def make_scheduler(self, connector: Connector | None) -> Scheduler:  # noqa: ARG002
-        """FIFO batches of requests that share steps and guidance, or single steps of all that run."""
+    @functools.cached_property
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """See `StageModel.adaptable`."""
+        return shapes(lambda: DiT(self._shape))
+
+    def make_scheduler(self, connector: Connector | None, loras: StageLoras) -> Scheduler:  # noqa: ARG002
+        """FIFO batches of requests that share steps, guidance and adapter, or single steps of all that run."""
         kind = StepScheduler if self._step_execution else DiffusionScheduler
         return kind(max_batch_size=self._max_batch_size)
 

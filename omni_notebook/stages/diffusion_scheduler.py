@@ -1,4 +1,4 @@
-"""Request-level diffusion scheduling: FIFO; a batch shares steps and guidance and is not preemptible."""
+"""Request-level diffusion scheduling: FIFO; a batch shares steps, guidance and adapter and is not preemptible."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ class DiffusionScheduler:
 
 def _kind(request: StageRequest) -> tuple[Any, ...]:
     params = request.params
-    return (params.num_inference_steps, params.guidance_scale, params.width, params.height)
+    return (params.num_inference_steps, params.guidance_scale, params.width, params.height, request.lora_id)
 
 
 def _payload(requests: Sequence[StageRequest]) -> DiffusionBatch:
     first = requests[0].params
     return DiffusionBatch(
         batch_id=f"{BATCH_PREFIX}{requests[0].request_id}-{requests[0].arrived_s}",
-        images=tuple(r.payload.first_step(r.seed) for r in requests),
+        images=tuple(r.payload.first_step(r.seed, r.lora_id) for r in requests),
         num_inference_steps=first.num_inference_steps,
         guidance_scale=first.guidance_scale,
     )

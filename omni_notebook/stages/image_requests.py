@@ -47,10 +47,10 @@ class ImagePrompt:
         else:
             self.step_versions.append([version, steps])
 
-    def first_step(self, seed: int) -> ImageStep:
+    def first_step(self, seed: int, lora_id: int) -> ImageStep:
         """What a rank needs to begin; the conditioning comes along unless it was sent ahead."""
         condition = None if self.prefetched else self._condition
-        return ImageStep(key=self.key, seed=seed, condition=condition)
+        return ImageStep(key=self.key, seed=seed, condition=condition, lora_id=lora_id)
 
     @property
     def _condition(self) -> ImageCondition:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from omni_notebook.config import StageConfig
     from omni_notebook.protocol import OmniSamplingParams
+    from omni_notebook.stages.lora import StageLoras
     from omni_notebook.stages.requests import StageOutput
     from omni_notebook.stages.scheduler import Scheduler
     from omni_notebook.transport.connector import Connector
@@ -17,7 +18,12 @@ class StageModel(Protocol):
 
     output_type: str
 
-    def make_scheduler(self, connector: Connector | None) -> Scheduler:
+    @property
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """The shapes (out, in) of the weights that a LoRA adapter can change, by the names of their layers."""
+        ...
+
+    def make_scheduler(self, connector: Connector | None, loras: StageLoras) -> Scheduler:
         """A scheduler for one replica; `connector` leads to the next stage, if there is one."""
         ...
 

@@ -11,7 +11,7 @@ from omni_notebook.protocol import RequestState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_notebook.protocol import OmniSamplingParams
+    from omni_notebook.protocol import LoRARequest, OmniSamplingParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +40,8 @@ class StageOutput:
 class StageRequest:
     """One request in one stage.
 
-    `payload` is what the stage's scheduler understands; `deliver` takes outputs, on the engine's loop.
+    `payload` is what the stage's scheduler understands; `deliver` takes outputs, on the engine's loop. `lora`: its
+    adapter in this stage.
     """
 
     request_id: str
@@ -49,10 +50,16 @@ class StageRequest:
     payload: Any
     deliver: Callable[[StageOutput], None]
     feeds_next: bool = False
+    lora: LoRARequest | None = None
     aborted: bool = False
     arrived_s: float = field(default_factory=time.perf_counter)
     started_s: float | None = None
     weight_version: str | None = None
+
+    @property
+    def lora_id(self) -> int:
+        """Its adapter's id, 0 = none."""
+        return 0 if self.lora is None else self.lora.lora_int_id
 
     def timings_ms(self) -> dict[str, Any]:
         """Milliseconds queued and running, as measured until now."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import StageFailedError
 from omni_notebook.protocol import MemoryState, PauseState, RankId, RequestState, StageStatus
+from omni_notebook.stages.lora import LORA_REASON, StageLoras, gone
 from omni_notebook.stages.model import make_model
 from omni_notebook.stages.replica import Replica
 from omni_notebook.stages.waiting import Deadline, Signal
@@ -59,6 +60,7 @@ class Stage:
         self.device_name = "unknown"
         self.recoverable = True
         self.last_error: str | None = None
+        self.loras = StageLoras(config.max_loras)
         self.changed = Signal()
         self.order_lock = asyncio.Lock()
         self.pause_lock = asyncio.Lock()
@@ -120,7 +122,7 @@ class Stage:
         )
         return Replica(
             executor=self._make_executor(specs, self._rank_died),
-            scheduler=self.model.make_scheduler(self.connector),
+            scheduler=self.model.make_scheduler(self.connector, self.loras),
             changed=self.changed,
             weight_version=lambda: self.weight_version,
             on_failure=self.fail,
@@ -148,7 +150,7 @@ class Stage:
         self.reproducible = self.recoverable = source is not None
 
     async def restart(self) -> None:
-        """Replace the replicas; requests that are here run again on the new ones.
+        """Replace the replicas; requests that are here run again on the new ones, once adapters are brought back.
 
         Raises:
             Exception: what the first rank that failed to load raised; the stage is FAILED, requests are still here.
@@ -160,7 +162,7 @@ class Stage:
         reasons = old[0].closed_by - {"restart", "shutdown", "failed", "sleep"}
         self.replicas = [self._make_replica(n) for n in range(self.config.num_replicas)]
         for new, before in zip(self.replicas, old, strict=True):
-            new.closed_by = set(reasons)
+            new.closed_by = {*reasons, LORA_REASON}
             before.scheduler.requeue()
             new.scheduler = before.scheduler
         try:
@@ -168,8 +170,6 @@ class Stage:
         except Exception as error:
             self.fail(error)
             raise
-        for replica in self.replicas:
-            replica.kick()
 
     async def stop(self) -> bool:
         """End the replicas and give all memory back; whether that was seen within `SHUTDOWN_S`."""
@@ -275,6 +275,9 @@ class Stage:
         if self.state == MemoryState.FAILED:
             request.end(RequestState.FAILED, self.failed_error())
             return
+        if request.lora is not None and request.lora_id not in self.loras:
+            request.end(RequestState.FAILED, gone(request.lora, self.stage_id))
+            return
         min(self.replicas, key=lambda r: r.scheduler.running + r.scheduler.queued).add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -320,6 +323,7 @@ class Stage:
             ballast_bytes=self.config.ballast_bytes,
             ranks=tuple(status for r in list(self.replicas) for status in r.executor.memory()),
             last_error=self.last_error,
+            loras=self.loras.status(),
         )
 
 

@@ -17,6 +17,7 @@ class Order(StrEnum):
     WAKE_NO_RELOAD = "wake(reload=False)"
     GENERATE = "generate"
     LOAD_WEIGHTS = "load_weights"
+    LORA = "a change of LoRA adapters"
     RESTART = "restart"
 
 
@@ -50,6 +51,7 @@ TABLE: dict[Order, tuple[Action, Action, Action, Action, Action, Action]] = {
     Order.WAKE_NO_RELOAD:  (_NOOP, _RUN,     _RUN,     _RUN,    _NOOP,        _REFUSE),
     Order.GENERATE:        (_RUN,  _HOLD,    _HOLD,    _HOLD,   _REFUSE,      _REFUSE),
     Order.LOAD_WEIGHTS:    (_RUN,  _REFUSE,  _REFUSE,  _REFUSE, _RUN,         _REFUSE),
+    Order.LORA:            (_RUN,  _REFUSE,  _REFUSE,  _REFUSE, _REFUSE,      _REFUSE),
     Order.RESTART:         (_RUN,  _RUN,     _RUN,     _RUN,    _RUN,         _RUN),
 }  # fmt: skip
 

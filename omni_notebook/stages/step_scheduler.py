@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class StepScheduler:
     """Continuous batching of denoise steps; requests at different steps, and of different lengths, share a turn.
 
-    Requests with another guidance take turns with them. A request that was aborted leaves at the next turn.
+    Requests with another guidance or adapter take turns with them. A request that was aborted leaves at the next turn.
     """
 
     def __init__(self, *, max_batch_size: int) -> None:
@@ -50,14 +50,15 @@ class StepScheduler:
             request.started_s = time.perf_counter()
         if not requests.running:
             return None
-        guidance = requests.running[0].params.guidance_scale
-        chosen = [r for r in requests.running if r.params.guidance_scale == guidance]
+        kind = _kind(requests.running[0])
+        chosen = [r for r in requests.running if _kind(r) == kind]
         requests.running = [r for r in requests.running if r not in chosen] + chosen
         batch_id = f"{BATCH_PREFIX}step-{next(self._turns)}"
         payload = StepBatch(
             batch_id=batch_id,
             images=tuple(_step(r) for r in chosen),
-            guidance_scale=guidance,
+            guidance_scale=chosen[0].params.guidance_scale,
+            lora_id=chosen[0].lora_id,
             keep=tuple(r.payload.key for r in requests.running),
         )
         return Batch(tuple(chosen), payload, batch_id)
@@ -117,9 +118,13 @@ class StepScheduler:
         return len(self._requests.waiting)
 
 
+def _kind(request: StageRequest) -> tuple[float, int]:
+    return (request.params.guidance_scale, request.lora_id)
+
+
 def _step(request: StageRequest) -> DenoiseStep:
     index, steps = request.payload.steps_done, request.params.num_inference_steps
-    start = request.payload.first_step(request.seed) if index == 0 else None
+    start = request.payload.first_step(request.seed, request.lora_id) if index == 0 else None
     return DenoiseStep(key=request.payload.key, index=index, num_inference_steps=steps, start=start)
 
 

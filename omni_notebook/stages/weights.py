@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ConfigError, DeadlineError, NeedsWeightsError, WorkerDiedError
 from omni_notebook.protocol import MemoryState, PauseMode
+from omni_notebook.stages.lora_orders import bring_back
 from omni_notebook.stages.quiesce import quiesce
 from omni_notebook.stages.stage import first_error, raise_first
 from omni_notebook.stages.tensor_source import TensorSource
@@ -173,7 +174,7 @@ def _said(error: Exception) -> str:
 
 
 async def restart(stage: Stage, context: Context) -> None:
-    """End a stage's ranks and start new ones from the last checkpoint; its requests run again on them.
+    """End a stage's ranks and start new ones from the last checkpoint, with its adapters; its requests run again.
 
     Where no path reproduces the last weights, the new ranks have none (NEEDS_WEIGHTS) and the requests wait.
 
@@ -196,3 +197,4 @@ async def restart(stage: Stage, context: Context) -> None:
         msg = f"stage {stage.stage_id} was not restarted: its running batch had not ended; abort it or wait longer"
         raise DeadlineError(msg)
     await stage.restart()
+    await bring_back(stage)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_notebook.verbs.parsing import FOLDER, STAGE, TAG, VERB
+from omni_notebook.verbs.parsing import FOLDER, LORA, STAGE, TAG, VERB
 from omni_notebook.verbs.registry import parser_for, verbs
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
+    from omni_notebook.protocol import EngineStatus
     from omni_notebook.verbs.parsing import VerbParser
     from omni_notebook.verbs.session import Session
 
@@ -92,10 +94,13 @@ def _values(session: Session, action: argparse.Action) -> list[str]:
     if action.metavar == VERB:
         return list(verbs())
     status = session.running.status() if session.running else None
-    if status is None:
-        return []
-    if action.metavar == STAGE:
-        return [str(stage.stage_id) for stage in status.stages]
-    if action.metavar == TAG:
-        return sorted({tag for stage in status.stages for rank in stage.ranks for tag in rank.tags})
-    return []
+    found = _OF_THE_ENGINE.get(str(action.metavar))
+    return [] if status is None or found is None else found(status)
+
+
+_OF_THE_ENGINE: dict[str, Callable[[EngineStatus], list[str]]] = {
+    STAGE: lambda status: [str(stage.stage_id) for stage in status.stages],
+    LORA: lambda status: sorted({lora.lora_name for stage in status.stages for lora in stage.loras}),
+    TAG: lambda status: sorted({tag for stage in status.stages for rank in stage.ranks for tag in rank.tags}),
+}
+"""What a word of this kind can be while an engine runs."""

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import EngineStatus, OmniACK, OmniRequestOutput
+    from omni_notebook.protocol import EngineStatus, LoRARequest, OmniACK, OmniRequestOutput
 
 _T = TypeVar("_T")
 
@@ -60,6 +60,17 @@ class Engine(Protocol):
     ) -> None:
         """Load a checkpoint folder into a stage."""
 
+    async def add_lora(
+        self, request: LoRARequest, stage_ids: list[int] | None = None, timeout: float | None = None
+    ) -> bool:
+        """Add an adapter; whether it was not there yet."""
+
+    async def remove_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
+        """Remove an adapter; whether it was there."""
+
+    async def pin_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
+        """Keep an adapter in its slot."""
+
     async def abort(self, request_id: str) -> bool:
         """End a request; whether it was in progress."""
 
@@ -71,6 +82,7 @@ class Engine(Protocol):
         *,
         output_modalities: list[str] | None = None,
         admission_timeout: float = 60.0,
+        lora_request: int | None = None,
     ) -> AsyncIterator[OmniRequestOutput]:
         """Outputs of one request."""
 

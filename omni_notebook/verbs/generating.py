@@ -13,7 +13,8 @@ from omni_notebook.errors import ArgumentError, AsleepError, NeedsWeightsError, 
 from omni_notebook.protocol import RequestState
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.interrupts import InterruptedVerb
-from omni_notebook.verbs.parsing import REQUEST, VerbParser, add_out
+from omni_notebook.verbs.lora import find
+from omni_notebook.verbs.parsing import LORA, REQUEST, VerbParser, add_out
 from omni_notebook.verbs.registry import verb
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Generation:
         images: PIL images, as the diffusion stage made them.
         output: the request's last output, with ids and metrics.
         seed, steps, guidance: what it was made with; steps and guidance are None for text.
+        lora: the name of the adapter that had a part in it, or None.
         elapsed_s: seconds from the call to the last output.
     """
 
@@ -50,6 +52,7 @@ class Generation:
     seed: int | None = None
     steps: int | None = None
     guidance: float | None = None
+    lora: str | None = None
     elapsed_s: float = 0.0
 
     def caption(self) -> str:
@@ -58,6 +61,7 @@ class Generation:
             None if self.seed is None else f"seed {self.seed}",
             None if self.steps is None else f"{self.steps} steps",
             None if self.guidance is None else f"guidance {self.guidance:g}",
+            None if self.lora is None else f"lora {self.lora}",
             f"{self.elapsed_s:.2f} s",
         ]
         if self.output is not None and self.output.state == RequestState.ABORTED:
@@ -142,18 +146,22 @@ class Generate:
         parser.add_argument("--guidance", type=float, metavar="X", help="classifier-free guidance, 1 = off")
         parser.add_argument("--max-tokens", type=int, metavar="N", help="most new tokens of text")
         parser.add_argument("--temperature", type=float, metavar="X", help="0 = the likeliest token each time")
+        parser.add_argument("--lora", metavar=LORA, help="id or name of an adapter (%%omni lora list)")
         parser.add_argument("--text-only", action="store_true", help="end after the text; no image stage is needed")
         add_out(parser)
 
     def run(self, session: Session, args: argparse.Namespace) -> Generation:
         """The text and the images."""
         prompt = _prompt(args)
+        adapter = None if args.lora is None else find(session.engine.status(), args.lora).lora_int_id
         draws = not args.text_only and any(stage.kind == "diffusion" for stage in session.engine.status().stages)
         stream = _Stream(session.frontend, "plan: " if draws else "")
         request_id = f"nb-{uuid.uuid4().hex[:8]}"
         begin = time.perf_counter()
         try:
-            session.call(lambda engine: stream.fill(_source(engine, prompt, request_id, args)), tick=stream.drain)
+            session.call(
+                lambda engine: stream.fill(_source(engine, prompt, request_id, args, adapter)), tick=stream.drain
+            )
         except InterruptedVerb as interrupt:
             raise InterruptedVerb(
                 str(interrupt).replace("interrupted;", "interrupted: the request was aborted;")
@@ -182,9 +190,18 @@ def _prompt(args: argparse.Namespace) -> str:
     return line or cell
 
 
-def _source(engine: Engine, prompt: str, request_id: str, args: argparse.Namespace) -> AsyncIterator[OmniRequestOutput]:
+def _source(
+    engine: Engine, prompt: str, request_id: str, args: argparse.Namespace, adapter: int | None
+) -> AsyncIterator[OmniRequestOutput]:
     modalities = ["text"] if args.text_only else None
-    return engine.generate(prompt, request_id, _sampling(args), output_modalities=modalities, admission_timeout=0.0)
+    return engine.generate(
+        prompt,
+        request_id,
+        _sampling(args),
+        output_modalities=modalities,
+        admission_timeout=0.0,
+        lora_request=adapter,
+    )
 
 
 def _explain(error: OmniError, session: Session, args: argparse.Namespace) -> None:
@@ -220,6 +237,7 @@ def _generation(prompt: str, request_id: str, stream: _Stream) -> Generation:
         seed=metrics.get("seed"),
         steps=metrics.get("num_inference_steps") if drawn else None,
         guidance=metrics.get("guidance_scale") if drawn else None,
+        lora=metrics.get("lora"),
     )
 
 

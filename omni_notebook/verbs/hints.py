@@ -155,6 +155,8 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"(?<![.\w])load_weights\((\d+), \w+\)", r"%omni weights \1 FOLDER"),
     (r"(?<![.\w])load_weights\(\w+, \w+\)", "%omni weights {stage} FOLDER"),
     (r"(?<=call )load_weights\b(?!\()", "%omni weights {stage} FOLDER"),
+    (r"\badd_lora\(request\)", "%omni lora add PATH"),
+    (r"\bremove_lora\((\w+)\)", r"%omni lora remove \1"),
     (r"(?<= )\.acks\b", LAST_ACKS),
 )
 _FLAGS = {
@@ -169,6 +171,8 @@ _FLAGS = {
     "default_timeout": "--default-timeout",
     "tensor_parallel_size": "--tp",
     "num_replicas": "--replicas",
+    "max_loras": "--max-loras",
+    "max_lora_rank": "--max-lora-rank",
     "executor": "--executor",
     "runtime": "--runtime",
     "step_execution": "--step-execution",

@@ -99,6 +99,10 @@ def _add_memory(parser: VerbParser) -> None:
         help="level 1's copy: spill (default) is our own file, checkpoint takes no disk but trusts the model's file",
     )
     group.add_argument("--spill-dir", default=_UNSET, metavar="DIR", help="where the spill files of level 1 live")
+    group.add_argument("--max-loras", type=int, default=_UNSET, metavar="N", help="slots for LoRA adapters a stage")
+    group.add_argument(
+        "--max-lora-rank", type=int, default=_UNSET, metavar="N", help="largest rank of one; its slot's size"
+    )
     group.add_argument(
         "--gpu-memory-utilization", type=float, default=_UNSET, metavar="X", help="share of the device, (0, 1]"
     )
@@ -256,4 +260,6 @@ class Restart:
             msg = "omni restart takes one stage; nothing was changed"
             raise ArgumentError(msg)
         session.call(lambda engine: engine.restart(picked[0]), stages=picked)
-        session.frontend.write(f"{hints.describe(hints.pick(session.engine.status(), picked))}\n")
+        now = hints.pick(session.engine.status(), picked)
+        lines = [hints.describe(now), *(hints.in_verbs(stage.last_error) for stage in now if stage.last_error)]
+        session.frontend.write("\n".join(lines) + "\n")

@@ -19,6 +19,7 @@ TAG = "TAG"
 VERB = "VERB"
 REQUEST = "REQUEST"
 FOLDER = "FOLDER"
+LORA = "LORA"
 
 
 class VerbParser(argparse.ArgumentParser):

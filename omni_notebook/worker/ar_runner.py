@@ -61,7 +61,8 @@ class ArRunner(ModelRunner):
         tokens = torch.tensor([s.token_ids for s in steps], dtype=torch.long)
         positions = torch.tensor([range(s.start, s.start + len(s.token_ids)) for s in steps], dtype=torch.long)
         slots = torch.tensor([s.slot for s in steps], dtype=torch.long)
-        states: torch.Tensor = self._model(tokens, positions, self._kv, slots)
+        with self.loras.applied([s.lora_id for s in steps]):
+            states: torch.Tensor = self._model(tokens, positions, self._kv, slots)
         return states
 
     def _answer(self, step: SequenceStep, states: torch.Tensor) -> SequenceAnswer:

@@ -23,7 +23,7 @@ class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` are fed at positions `start …`: the whole sequence for a prefill (start 0), one token for a decode.
     The first `prompt_len` positions of the sequence are the prompt. `want_hidden` asks for the last hidden states
-    that wrote a token: a token's state is the one at the position before it.
+    that wrote a token: a token's state is the one at the position before it. `lora_id`: its adapter, 0 = none.
     """
 
     slot: int
@@ -35,6 +35,7 @@ class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float
     top_k: int
     want_hidden: bool
+    lora_id: int = 0
 
 
 class ArBatch(msgspec.Struct, frozen=True, tag="ar"):
@@ -63,6 +64,7 @@ class ImageStep(msgspec.Struct, frozen=True, kw_only=True):
     key: int
     seed: int
     condition: ImageCondition | None
+    lora_id: int = 0
 
 
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,11 +98,15 @@ class DenoiseStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="steps"):
-    """One denoise step of each image; the ranks forget what they began of images that `keep` does not name."""
+    """One denoise step of each image, all with one adapter (0 = none).
+
+    The ranks forget what they began of images that `keep` does not name.
+    """
 
     batch_id: str
     images: tuple[DenoiseStep, ...]
     guidance_scale: float
+    lora_id: int
     keep: tuple[int, ...]
 
 

@@ -55,7 +55,8 @@ class DiffusionRunner(ModelRunner):
 
     def _turn(self, batch: StepBatch, weight_version: Callable[[], str]) -> Deferred:
         version = weight_version()
-        images = self._steps.turn(self._model, batch)
+        with self.loras.applied([batch.lora_id] * len(batch.images)):
+            images = self._steps.turn(self._model, batch)
         return Deferred(Executed(step_versions=((version, 1),)), lambda: step_answers(images, batch.images))
 
     def _whole(self, batch: DiffusionBatch, weight_version: Callable[[], str]) -> Deferred:
@@ -65,7 +66,8 @@ class DiffusionRunner(ModelRunner):
         for index in range(batch.num_inference_steps):
             self._stop_if_cancelled(batch.batch_id)
             versions.append(weight_version())
-            images = denoise_step(self._model, images, index, times, condition, batch.guidance_scale)
+            with self.loras.applied([image.lora_id for image in batch.images]):
+                images = denoise_step(self._model, images, index, times, condition, batch.guidance_scale)
         steps = tuple((version, len(list(run))) for version, run in groupby(versions))
         return Deferred(Executed(step_versions=steps), lambda: answers(images))
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from torch import nn
-
     from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.models.parallel import ParallelModel
     from omni_notebook.worker.batches import Prefetch
+    from omni_notebook.worker.lora import Loras
 
 CPU_DTYPE = torch.float32
 """`dtype="auto"` on a CPU: half types are slower there and not batch-invariant."""
@@ -31,9 +31,15 @@ def torch_dtype(name: str) -> torch.dtype:
 class ModelRunner:
     """One module in the pool; a subclass executes it."""
 
-    _model: nn.Module
+    _model: ParallelModel
+    loras: Loras
 
-    def _place(self, make: Callable[[], nn.Module], dtype: torch.dtype, pool: MemoryPool) -> None:
+    @property
+    def model(self) -> ParallelModel:
+        """The module."""
+        return self._model
+
+    def _place(self, make: Callable[[], ParallelModel], dtype: torch.dtype, pool: MemoryPool) -> None:
         with torch.device("meta"):
             self._model = make().eval()
         for parameter in self._model.parameters():  # not `.to`: it would cast buffers too

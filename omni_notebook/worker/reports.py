@@ -35,6 +35,13 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     tags: dict[str, int]
 
 
+class LoRAReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank found in an adapter's folder: the digest of its files, the largest rank of its matrices."""
+
+    digest: str
+    rank: int
+
+
 class WakeOutlook(msgspec.Struct, frozen=True, kw_only=True):
     """What a prepared wake leads to: the tags that will be awake, whether that is all, whether weights are valid."""
 

@@ -11,13 +11,21 @@ if TYPE_CHECKING:
     import torch
 
     from omni_notebook.memory.base import MemoryPool
-    from omni_notebook.models.parallel import TensorParallel
+    from omni_notebook.models.parallel import ParallelModel, TensorParallel
     from omni_notebook.models.places import Places
     from omni_notebook.worker.batches import Executed, ImageAnswer, Prefetch
+    from omni_notebook.worker.lora import Loras
 
 
 class Runner(Protocol):
-    """One model on one rank; its memory is in the pool."""
+    """One model on one rank; its memory is in the pool. `loras`: its adapters, set once it is built."""
+
+    loras: Loras
+
+    @property
+    def model(self) -> ParallelModel:
+        """The model."""
+        ...
 
     def build(self, pool: MemoryPool, parallel: TensorParallel) -> None:
         """Construct the model, or one rank's part of it, with all its memory in `pool`; weights are not valid yet."""

@@ -19,6 +19,7 @@ from omni_notebook.worker.ballast import Ballast
 from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError
 from omni_notebook.worker.control import Control
 from omni_notebook.worker.group import RankGroup
+from omni_notebook.worker.lora import Loras
 from omni_notebook.worker.outputs import Outputs
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport
@@ -29,9 +30,9 @@ from omni_notebook.worker.weights import Weights
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
+    from omni_notebook.protocol import LoRARequest, OmniACK, SleepTask, WakeTask
     from omni_notebook.worker.batches import ImageAnswer, Prefetch
-    from omni_notebook.worker.reports import WakeOutlook, WorkerSpec
+    from omni_notebook.worker.reports import LoRAReport, WakeOutlook, WorkerSpec
     from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 
@@ -75,6 +76,10 @@ class Worker:
             OutOfMemoryError: no room for it.
         """
         self._runner.build(self._pool, self._group.parallel)
+        config = self._spec.config
+        self._loras = self._runner.loras = Loras(
+            self._runner.model, self._pool, slots=config.max_loras, max_rank=config.max_lora_rank
+        )
         self._ballast.allocate()
         self._ballast.fill()
         self._pool.keep(WEIGHTS, self._runner.kept_tensors())
@@ -85,8 +90,11 @@ class Worker:
             device=self._pool.device,
             device_name=self._device_name,
             weight_version=self._weights.version,
-            tags={tag: info.span_bytes for tag, info in self._pool.tags().items()},
+            tags=self._spans(),
         )
+
+    def _spans(self) -> dict[str, int]:
+        return {tag: info.span_bytes for tag, info in self._pool.tags().items()}
 
     def _restore_tag(self, tag: str) -> None:
         if tag == WEIGHTS:
@@ -201,6 +209,36 @@ class Worker:
     def weights_valid(self) -> bool:
         """Whether the mapped weights are whole, and were not replaced since the last `prepare_…`."""
         return self._weights.valid and not self._weights.replaced
+
+    # -------------------------------------------------------------------------------- adapters
+
+    def prepare_lora(self, request: LoRARequest) -> LoRAReport:
+        """See `Loras.prepare`: read an adapter, before all ranks take it; nothing uses it yet."""
+        return self._loras.prepare(request)
+
+    def commit_lora(self, lora_int_id: int) -> dict[str, int]:
+        """See `Loras.commit`: take a prepared adapter; the bytes that the rank's tags span now."""
+        self._loras.commit(lora_int_id)
+        self._pool.write_ahead()
+        return self._spans()
+
+    def abort_lora(self, lora_int_id: int) -> None:
+        """See `Loras.abort`."""
+        self._loras.abort(lora_int_id)
+
+    def remove_lora(self, lora_int_id: int) -> dict[str, int]:
+        """See `Loras.remove`; the bytes that the rank's tags span now."""
+        self._loras.remove(lora_int_id)
+        self._pool.write_ahead()
+        return self._spans()
+
+    def pin_lora(self, lora_int_id: int) -> None:
+        """See `Loras.pin`."""
+        self._loras.pin(lora_int_id)
+
+    def unpin_lora(self, lora_int_id: int) -> None:
+        """See `Loras.unpin`."""
+        self._loras.unpin(lora_int_id)
 
     # -------------------------------------------------------------------------- control orders
 

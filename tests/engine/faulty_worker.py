@@ -42,6 +42,11 @@ ORDERS = (
     "set_weight_version",
     "drop_backup",
     "barrier",
+    "prepare_lora",
+    "commit_lora",
+    "remove_lora",
+    "pin_lora",
+    "unpin_lora",
 )
 INSIDE = ("map_restore", "reload")
 """Steps inside a wake: the pool's, and the weights'."""

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_notebook.errors import AsleepError, NeedsWeightsError, OmniError, StageFailedError
-from omni_notebook.protocol import MemoryState
+from omni_notebook.protocol import LoRARequest, MemoryState
 from omni_notebook.stages.state_table import TABLE, Order, decide
+from tests import adapters
 from tests.engine.engine_helpers import collect, fault
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omni_notebook.engine.async_omni import AsyncOmni
 
 STATES = ("AWAKE", "ASLEEP(1)", "ASLEEP(2)", "PARTLY_AWAKE", "NEEDS_WEIGHTS", "FAILED")
 SLEEP_1, SLEEP_2, WAKE, MAP_ONLY = "sleep(1)", "sleep(2)", "wake", "wake(reload=False)"
-GENERATE, LOAD, RESTART = "generate", "load_weights", "restart"
+GENERATE, LOAD, RESTART, LORA = "generate", "load_weights", "restart", "a change of LoRA adapters"
 HELD = AsleepError
 # order → for each state: the state after it, or the error that refuses it (state unchanged), or HELD
 EXPECTED: dict[str, tuple[object, ...]] = {
@@ -27,6 +30,7 @@ EXPECTED: dict[str, tuple[object, ...]] = {
     MAP_ONLY: ("no-op", "AWAKE", "NEEDS_WEIGHTS", "AWAKE", "no-op", StageFailedError),
     GENERATE: ("AWAKE", HELD, HELD, HELD, NeedsWeightsError, StageFailedError),
     LOAD: ("AWAKE", AsleepError, AsleepError, AsleepError, "AWAKE", StageFailedError),
+    LORA: ("AWAKE", AsleepError, AsleepError, AsleepError, NeedsWeightsError, StageFailedError),
     RESTART: ("AWAKE",) * 6,
 }
 CELLS = [(order, state, EXPECTED[order][i]) for order in EXPECTED for i, state in enumerate(STATES)]
@@ -56,7 +60,7 @@ async def bring_to(engine: AsyncOmni, state: str) -> None:
     assert state_of(engine) == state
 
 
-async def give(engine: AsyncOmni, order: str) -> list[bool]:
+async def give(engine: AsyncOmni, order: str, adapter: LoRARequest) -> list[bool]:
     """Carry an order out; the ACKs' no-op flags."""
     folder = engine.status().stages[0].model
     if order in {SLEEP_1, SLEEP_2}:
@@ -71,6 +75,10 @@ async def give(engine: AsyncOmni, order: str) -> list[bool]:
             assert outputs[-1].text
         elif order == LOAD:
             await engine.load_weights(0, folder)
+        elif order == LORA:
+            assert await engine.add_lora(adapter)
+            assert await engine.list_loras() == [1]
+            assert await engine.remove_lora(1)
         else:
             await engine.restart(0)
     assert all(ack.status == "SUCCESS" for ack in acks)
@@ -78,16 +86,20 @@ async def give(engine: AsyncOmni, order: str) -> list[bool]:
 
 
 @pytest.mark.parametrize(("order", "state", "expected"), CELLS, ids=[f"{o}-on-{s}" for o, s, _ in CELLS])
-def test_cell(engine: AsyncOmni, order: str, state: str, expected: object) -> None:
+def test_cell(engine: AsyncOmni, order: str, state: str, expected: object, tmp_path: Path) -> None:
+    tensors = adapters.matrices(engine._core.stages[0].model.adaptable)
+    adapter = LoRARequest("style", 1, str(adapters.write(tmp_path / "style", tensors)))
+
     async def run() -> None:
         await bring_to(engine, state)
         if isinstance(expected, type) and issubclass(expected, OmniError):
             with pytest.raises(expected) as caught:
-                await give(engine, order)
+                await give(engine, order, adapter)
             assert state_of(engine) == state
+            assert await engine.list_loras() == []
             assert "call " in str(caught.value)
         else:
-            noops = await give(engine, order)
+            noops = await give(engine, order, adapter)
             assert state_of(engine) == (state if expected == "no-op" else expected)
             if order in {SLEEP_1, SLEEP_2, WAKE, MAP_ONLY}:
                 assert noops == [expected == "no-op"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from omni_notebook.memory.cpu import CpuPool
 from omni_notebook.models.decoder import Decoder
 from omni_notebook.models.dit import DiT
 from omni_notebook.models.loaders import load_into
+from omni_notebook.protocol import LoRARequest
 from omni_notebook.worker.group import RankGroup
+from omni_notebook.worker.lora import Loras
 
 
 class ModelRank:
@@ -34,6 +37,21 @@ class ModelRank:
 
     def run_dit(self, config, folder):
         return run_dit(_filled(DiT(config, self._group.parallel), folder, torch.float32))
+
+    def run_adapted(self, kind, config, folder, adapters, lora_ids):
+        """What this rank's part gives with adapters on its rows, and the bytes that the adapters take here."""
+        make, run = (Decoder, run_decoder) if kind == "Decoder" else (DiT, lambda model: [run_dit(model)])
+        model = _filled(make(config, self._group.parallel), folder, torch.float32)
+        pool = CpuPool()
+        loras = Loras(model, pool, slots=2, max_rank=8)
+        for number, adapter in enumerate(adapters, start=1):
+            loras.prepare(LoRARequest(f"a{number}", number, adapter))
+            loras.commit(number)
+        with loras.applied(lora_ids):
+            outcome = run(model)
+        used = sum(info.used_bytes for info in pool.tags().values())
+        pool.close()
+        return outcome, used
 
     def all_reduce(self, arrays, dtype=torch.float32):
         """The sums over the ranks, float32; each array has a row a rank."""

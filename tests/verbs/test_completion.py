@@ -26,6 +26,9 @@ def test_an_empty_line_offers_every_verb():
         ("start --executor ", ["auto", "uni", "mp", "ray"]),
         ("help wa", ["wake"]),
         ("nonsense --", []),
+        ("lora r", ["remove"]),
+        ("lora add runs/style --n", ["--name"]),
+        ("generate --lo", ["--lora"]),
     ],
 )
 def test_what_can_stand_at_the_cursor(text, expected):
@@ -54,6 +57,11 @@ def test_a_folder_is_completed_where_one_stands(tmp_path, monkeypatch, text, exp
     monkeypatch.setenv("HOME", str(tmp_path))
     assert words("weights 1 ~/wal") == ["~/walks/"]
     assert words(f"weights 1 {tmp_path}{os.sep}ru") == [f"{tmp_path}/runs/"]
+
+
+def test_a_choice_that_was_made_is_not_offered_again():
+    assert words("lora ")[:4] == ["add", "remove", "list", "pin"]
+    assert not {"add", "remove", "list", "pin"} & set(words("lora pin "))
 
 
 def test_an_option_is_offered_once():

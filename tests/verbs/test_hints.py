@@ -41,6 +41,9 @@ ASLEEP = {"state": MemoryState.ASLEEP, "level": 2}
         ("max_tokens=0 is out of range", "--max-tokens 0 is out of range"),
         ("known are: num_inference_steps, max_tokens", "known are: --steps, --max-tokens"),
         ("two.yaml: max_tokens is no key", "two.yaml: max_tokens is no key"),
+        ("call remove_lora(3) first", "call %omni lora remove 3 first"),
+        ("none; call add_lora(request)", "none; call %omni lora add PATH"),
+        ("more than max_lora_rank=16", "more than --max-lora-rank 16"),
         ("the stage is asleep; wake_up works", "the stage is asleep; %omni wake works"),
     ],
 )

@@ -15,7 +15,7 @@ def session():
 def test_the_verbs_of_this_release_are_there():
     names = set(registry.verbs())
     wanted = {"start", "status", "generate", "sleep", "wake", "pause", "resume", "stop", "restart", "abort", "help"}
-    assert wanted <= names
+    assert wanted | {"lora"} <= names
 
 
 def test_an_empty_line_is_the_status(session, capsys):
@@ -29,7 +29,8 @@ def test_an_unknown_verb_is_refused_with_the_nearest(session):
 
 
 @pytest.mark.parametrize(
-    "line", ["sleep 0", "wake", "pause", "resume", "restart 0", "abort r", "weights 1 x", "generate a"]
+    "line",
+    ["sleep 0", "wake", "pause", "resume", "restart 0", "abort r", "weights 1 x", "generate a star", "lora list"],
 )
 def test_without_an_engine_a_verb_names_start(session, line):
     with pytest.raises(EngineClosedError, match="no engine is running; %omni start"):
@@ -77,6 +78,22 @@ def test_help_lists_every_verb(session, capsys):
     for name, found in registry.verbs().items():
         assert f"%omni {name}" in shown
         assert registry.summary(found) in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("lora add", "lora add needs a folder"),
+        ("lora pin", "lora pin needs an adapter's id or name"),
+        ("lora list x", "lora list takes no 'x'"),
+        ("lora remove x --name y", "lora remove takes no --name, only add does"),
+        ("lora lift x", "invalid choice: 'lift'"),
+    ],
+)
+def test_lora_says_what_it_takes(session, line, says):
+    with pytest.raises(ArgumentError, match=says) as caught:
+        registry.execute(session, line)
+    assert "nothing was changed" in str(caught.value)
 
 
 def test_help_of_an_unknown_verb_is_refused(session):

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 
 from omni_notebook.executors.mp.faults import Fault
-from omni_notebook.protocol import OmniACK, RankStatus, SleepTask, WakeTask
+from omni_notebook.protocol import LoRARequest, OmniACK, RankStatus, SleepTask, WakeTask
 from omni_notebook.worker.batches import (
     ArBatch,
     DiffusionBatch,
@@ -17,7 +17,7 @@ from omni_notebook.worker.batches import (
     SequenceAnswer,
     StepBatch,
 )
-from omni_notebook.worker.reports import LoadReport, WakeOutlook
+from omni_notebook.worker.reports import LoadReport, LoRAReport, WakeOutlook
 from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 # ------------------------------------------------------------------------------------- to the child
@@ -126,6 +126,12 @@ METHODS: dict[str, Signature] = {
     "finish_tensors": Signature(tuple[str | None], str),
     "revoke_weights": Signature(_NONE, None),
     "weights_valid": Signature(_NONE, bool),
+    "prepare_lora": Signature(tuple[LoRARequest], LoRAReport),
+    "commit_lora": Signature(tuple[int], dict[str, int]),
+    "abort_lora": Signature(tuple[int], None),
+    "remove_lora": Signature(tuple[int], dict[str, int]),
+    "pin_lora": Signature(tuple[int], None),
+    "unpin_lora": Signature(tuple[int], None),
     "prepare_sleep": Signature(tuple[SleepTask], None),
     "commit_sleep": Signature(tuple[str], OmniACK),
     "abort_sleep": Signature(tuple[str], None),

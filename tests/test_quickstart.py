@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import nbformat
 import pytest
-from PIL import Image
 
 import run_notebooks
 from omni_notebook.models.scene import BACKGROUND, PALETTE
+from tests.executed_notebooks import (
+    NOTEBOOKS,
+    assert_ran_well,
+    cells,
+    data,
+    execute_copy,
+    picture,
+    read,
+    run_tool,
+    text,
+)
 
-ROOT = Path(__file__).parents[1]
-COMMITTED = ROOT / "notebooks" / "01_quickstart.ipynb"
+COMMITTED = NOTEBOOKS / "01_quickstart.ipynb"
 VERBS = [
     "%load_ext omni_notebook",
     "%omni start --ballast 256MiB",
@@ -34,23 +38,9 @@ VERBS = [
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def read(path):
-    return nbformat.read(path, as_version=4)
-
-
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """A copy of the committed notebook, its outputs thrown away, run by the tool that wrote the committed one."""
-    path = tmp_path_factory.mktemp("notebook") / COMMITTED.name
-    notebook = read(COMMITTED)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    nbformat.write(notebook, path)
-    command = [sys.executable, str(ROOT / "tools" / "run_notebooks.py"), str(path)]
-    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read(path)
+    return execute_copy(COMMITTED, tmp_path_factory.mktemp("notebook"))
 
 
 @pytest.fixture(scope="module", params=["committed", "executed"])
@@ -58,35 +48,12 @@ def notebook(request):
     return read(COMMITTED) if request.param == "committed" else request.getfixturevalue("executed")
 
 
-def cells(notebook):
-    """`{first line: cell}` of the code cells."""
-    return {cell.source.partition("\n")[0]: cell for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def data(cell, kind):
-    return [output.data[kind] for output in cell.outputs if kind in output.get("data", {})]
-
-
-def text(cell):
-    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
-
-
-def picture(cell):
-    (png,) = data(cell, "image/png")
-    return Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-
-
 def test_the_cells_are_those_that_a_newcomer_is_promised(notebook):
     assert list(cells(notebook)) == VERBS
 
 
 def test_every_cell_ran_in_order_and_none_failed(notebook):
-    ran = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
-    assert ran == list(range(1, len(VERBS) + 1))
-    kinds = {output.output_type for cell in cells(notebook).values() for output in cell.outputs}
-    assert kinds <= {"execute_result", "display_data", "stream"}
-    streams = {o.name for cell in cells(notebook).values() for o in cell.outputs if o.output_type == "stream"}
-    assert streams == {"stdout"}
+    assert_ran_well(notebook)
 
 
 def test_the_pictures_are_the_same_before_the_sleep_and_after_the_wake(notebook):
@@ -152,11 +119,6 @@ def write_notebook(path, *sources):
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     nbformat.write(made, path)
     return path.read_bytes()
-
-
-def run_tool(path):
-    command = [sys.executable, str(ROOT / "tools" / "run_notebooks.py"), str(path)]
-    return subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False, timeout=100)
 
 
 def test_the_tool_leaves_a_notebook_with_an_error_as_it_was(tmp_path):

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from demo_judge import Judge, random_plans
 from demo_thinker import SPECIALS, Encoder, plan_states
 from demo_training import Schedule, fit, save_weights
 from omni_notebook.models.dit import MODEL_TYPE, DiT, DiTConfig
-from omni_notebook.models.flow import Condition, initial_noise, sample
+from omni_notebook.models.flow import Condition, initial_noise, sample, training_loss
 from omni_notebook.models.loaders import load_into, read_config
 from omni_notebook.models.render import IMAGE_SIZE, describe, render, shape_textures
-from omni_notebook.models.scene import PLAN_LENGTH, PLAN_VOCAB_SIZE, Plan, encode_plan
+from omni_notebook.models.scene import PLAN_LENGTH, PLAN_VOCAB_SIZE, Plan, encode_plan, random_plans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from demo_judge import Judge
     from demo_prompts import Example
     from omni_notebook.models.decoder import Decoder
 
@@ -40,7 +40,6 @@ CONFIG = DiTConfig(
 )
 GUIDANCE, STEPS = 2.0, 20
 NO_HIDDEN, NO_PLAN_BUT_HIDDEN, NOTHING = 0.5, 0.1, 0.1
-TIME_MEAN, TIME_SPREAD, MIN_REMAINING = -0.6, 1.0, 0.05
 
 
 class Scenes:
@@ -98,13 +97,7 @@ def train(
 
     def loss(_step: int) -> Tensor:
         images, condition = scenes.batch(schedule.batch, generator)
-        normal = torch.randn(schedule.batch, generator=generator, device=schedule.device)
-        time = torch.sigmoid(TIME_MEAN + TIME_SPREAD * normal)
-        noise = torch.randn(images.shape, generator=generator, device=schedule.device)
-        mixed = noise + time[:, None, None, None] * (images - noise)
-        clean: Tensor = predict(mixed, time, condition.plan_ids, condition.hidden, condition.hidden_mask).float()
-        error = (clean - images).square().mean((1, 2, 3))
-        return (error / (1 - time).clamp(min=MIN_REMAINING).square()).mean()
+        return training_loss(predict, images, condition, generator)
 
     steps = fit("diffusion", model, loss, schedule)
     save_weights(model, folder, {**metadata, "steps": str(steps)})

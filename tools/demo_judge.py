@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +11,15 @@ from torch import nn
 
 from demo_training import Schedule, fit
 from omni_notebook.models.render import describe, render, shape_textures
-from omni_notebook.models.scene import COLOURS, COLUMNS, MAX_OBJECTS, ROWS, SHAPES, Plan, SceneObject
+from omni_notebook.models.scene import COLOURS, COLUMNS, ROWS, SHAPES, random_plans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
+
+    from omni_notebook.models.scene import Plan
 
 CELLS = len(ROWS) * len(COLUMNS)
 EMPTY = len(SHAPES)
@@ -57,18 +58,6 @@ def _grid(table: Tensor) -> tuple[Tensor, Tensor]:
     colours = torch.zeros_like(shapes)
     cell = torch.where(table[..., 0] >= 0, table[..., 2] * len(COLUMNS) + table[..., 3], CELLS)
     return shapes.scatter(1, cell, table[..., 0])[:, :CELLS], colours.scatter(1, cell, table[..., 1])[:, :CELLS]
-
-
-def random_plans(count: int, seed: int) -> list[Plan]:
-    """Return plans drawn evenly over counts, cells, shapes and colours."""
-    rng = random.Random(seed)
-    return [
-        tuple(
-            SceneObject(rng.choice(COLOURS), rng.choice(SHAPES), ROWS[cell // 3], COLUMNS[cell % 3])
-            for cell in rng.sample(range(CELLS), rng.randint(1, MAX_OBJECTS))
-        )
-        for _ in range(count)
-    ]
 
 
 def train(file: Path, schedule: Schedule, examples: int) -> None:

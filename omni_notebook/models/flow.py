@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MIN_REMAINING = 0.02
 """Smallest 1 − t that a velocity is divided by."""
+_TRAINING_TIME, _TRAINING_SPREAD, _TRAINING_REMAINING = -0.6, 1.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,23 @@ class Condition:
             given = torch.ones(len(self.plan_ids), dtype=torch.bool, device=self.plan_ids.device)
         hidden = torch.cat([self.hidden, torch.zeros_like(self.hidden)])
         return Condition(plan_ids, hidden, torch.cat([given.bool(), torch.zeros_like(given, dtype=torch.bool)]))
+
+
+def training_loss(
+    model: Callable[..., Tensor], images: Tensor, condition: Condition, generator: torch.Generator
+) -> Tensor:
+    """Return the mean squared error of the velocity at random times, a scalar to minimise.
+
+    images: (B, C, H, W), clean, values in [−1, 1]. generator: on their device. Times are logit-normal (Esser et al.
+    2024). Leave the plan out of a part of the rows, or guidance has nothing to compare with.
+    """
+    normal = torch.randn(len(images), generator=generator, device=images.device)
+    time = torch.sigmoid(_TRAINING_TIME + _TRAINING_SPREAD * normal)
+    noise = torch.randn(images.shape, generator=generator, device=images.device)
+    mixed = noise + time[:, None, None, None] * (images - noise)
+    clean = model(mixed, time, condition.plan_ids, condition.hidden, condition.hidden_mask).float()
+    error = (clean - images).square().mean((1, 2, 3))
+    return (error / (1 - time).clamp(min=_TRAINING_REMAINING).square()).mean()
 
 
 def initial_noise(shape: Sequence[int], seed: int) -> Tensor:

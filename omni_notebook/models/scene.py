@@ -7,6 +7,7 @@ A plan is one to three objects, `colour shape row column`, joined by `;`, no two
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,19 @@ def parse_plan(text: str) -> Plan:
     plan = tuple(_parse_object(part) for part in text.split(SEPARATOR))
     check_plan(plan)
     return plan
+
+
+def random_plans(count: int, seed: int) -> list[Plan]:
+    """Return valid plans drawn evenly over counts, cells, shapes and colours."""
+    rng = random.Random(seed)  # noqa: S311  (pictures, not secrets)
+    cells = range(len(ROWS) * len(COLUMNS))
+    return [
+        tuple(
+            SceneObject(rng.choice(COLOURS), rng.choice(SHAPES), ROWS[cell // 3], COLUMNS[cell % 3])
+            for cell in rng.sample(cells, rng.randint(1, MAX_OBJECTS))
+        )
+        for _ in range(count)
+    ]
 
 
 def _parse_object(text: str) -> SceneObject:

@@ -14,9 +14,19 @@ import demo_thinker
 from demo_prompts import make_examples
 from omni_notebook.errors import ConfigError
 from omni_notebook.models.dit import DiT, DiTConfig
-from omni_notebook.models.flow import Condition, denoise_step, initial_noise, sample, timesteps, to_pil, to_uint8
+from omni_notebook.models.flow import (
+    Condition,
+    denoise_step,
+    initial_noise,
+    sample,
+    timesteps,
+    to_pil,
+    to_uint8,
+    training_loss,
+)
 from omni_notebook.models.loaders import load_into, read_config
-from omni_notebook.models.scene import encode_plan, parse_plan
+from omni_notebook.models.render import describe, render, shape_textures
+from omni_notebook.models.scene import encode_plan, parse_plan, random_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = "red star top center; blue circle bottom center"
@@ -166,3 +176,36 @@ def test_a_bad_config_is_refused_by_key(dit_folder, change, says):
     missing = {key: value for key, value in read_config(dit_folder).items() if key != "mlp_size"}
     with pytest.raises(ConfigError, match="mlp_size is missing"):
         DiTConfig.from_dict(missing)
+
+
+def test_the_training_loss_is_zero_for_a_model_that_knows_the_image():
+    images = torch.rand(4, 3, 8, 8) * 2 - 1
+    loss = training_loss(lambda *_: images, images, Condition(_ids(PLAN)), torch.Generator().manual_seed(3))
+    assert loss.item() == 0.0
+
+
+def test_the_training_loss_is_the_error_of_the_velocity():
+    clean, off, seen = torch.zeros(64, 3, 8, 8), 0.1, []
+
+    def model(mixed, time, *_):
+        seen.append((mixed, time))
+        return clean + off
+
+    loss = training_loss(model, clean, Condition(_ids(PLAN)), torch.Generator().manual_seed(3))
+    ((mixed, time),) = seen
+    velocity_wanted = -mixed / (1 - time)[:, None, None, None]  # (clean - mixed) / (1 - t)
+    velocity_made = (clean + off - mixed) / (1 - time)[:, None, None, None]
+    assert time.max() < 0.95  # nothing clamped with this seed
+    torch.testing.assert_close(loss, (velocity_made - velocity_wanted).square().mean())
+    torch.testing.assert_close(mixed.std((1, 2, 3)), 1 - time, atol=0.1, rtol=0.1)  # noise alone, clean is 0
+
+
+def test_the_training_loss_of_the_shipped_painter_is_small_for_the_right_plan_alone(dit):
+    images = render(describe(random_plans(8, seed=1)), shape_textures()) * 2 - 1
+    ids = _ids(*random_plans(8, seed=1))
+    knows, guesses = (
+        training_loss(dit, images, Condition(plans), torch.Generator().manual_seed(3)).item()
+        for plans in (ids, ids.roll(1, 0))
+    )
+    assert knows < 0.05
+    assert guesses > 3 * knows

@@ -14,11 +14,12 @@ from omni_notebook.models.scene import (
     encode_plan,
     format_plan,
     parse_plan,
+    random_plans,
 )
 
 
 def test_a_plan_survives_text_and_ids():
-    for plan in demo_judge.random_plans(300, seed=5):
+    for plan in random_plans(300, seed=5):
         assert parse_plan(format_plan(plan)) == plan
         ids = encode_plan(plan)
         assert len(ids) == PLAN_LENGTH
@@ -52,7 +53,7 @@ def test_a_drawn_symbol_has_its_colour_in_its_cell_and_the_rest_is_white():
 
 
 def test_the_same_generator_seed_draws_the_same_picture():
-    table, textures = describe(demo_judge.random_plans(8, seed=1)), shape_textures()
+    table, textures = describe(random_plans(8, seed=1)), shape_textures()
     one, two, other = (render(table, textures, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)

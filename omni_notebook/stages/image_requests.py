@@ -76,7 +76,8 @@ class ImageRequests:
         for request in requests:
             self.waiting.remove(request)
             self.running.append(request)
-            self._ahead.discard(request.payload.key)  # its batch takes it
+            if request.payload.prefetched:
+                self._ahead.discard(request.payload.key)  # its batch takes it
 
     def leave(self, requests: Iterable[StageRequest]) -> None:
         """They are computed; their images are being copied and encoded."""
@@ -107,7 +108,6 @@ class ImageRequests:
                 request.payload.step_versions.clear()
                 self.waiting.appendleft(request)
         self.running, self.leaving = [], []
-        self._ahead.clear()
         for request in self.waiting:
             request.payload.prefetched = False
 

@@ -368,7 +368,7 @@ def test_the_end_of_a_parked_request_makes_room_for_the_next_one(painter: AsyncO
             requests = twelve(painter)
             await until(lambda: replica(painter)._executing and stage(painter).queued == 3)
             for _ in range(2):  # the first batch runs; nobody it could make room for would be told by a next one
-                for request_id in [r.request_id for r in replica(painter).scheduler._waiting]:
+                for request_id in [r.request_id for r in replica(painter).scheduler._requests.waiting]:
                     await painter.abort(request_id)
                 await until(lambda: stage(painter).queued == 3, 10)
             ends = await asyncio.wait_for(asyncio.gather(*requests), 30)
@@ -400,7 +400,7 @@ def test_hidden_states_cross_to_the_painters_process_in_shared_memory(
             await until(lambda: stage(engine, 0).running == 4)
             await engine.sleep([PAINTER], mode="keep")
             await until(lambda: stage(engine).queued == 4)
-        assert len(replica(engine).scheduler._waiting[0].payload.hidden) == 9
+        assert len(replica(engine).scheduler._requests.waiting[0].payload.hidden) == 9
         await engine.wake_up([PAINTER])
         pictures = [(await r)[-1].images[0].tobytes() for r in requests]
         assert {alone, *pictures} == {alone}

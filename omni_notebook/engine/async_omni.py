@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import uuid
 import weakref
@@ -13,7 +12,7 @@ from omni_notebook.engine import arguments
 from omni_notebook.engine.closing import Closer
 from omni_notebook.engine.core import Core
 from omni_notebook.engine.flow import NEVER_S
-from omni_notebook.engine.loop import EngineLoop
+from omni_notebook.engine.loop import EngineLoop, awaited
 from omni_notebook.errors import ArgumentError, UnsupportedError
 from omni_notebook.protocol import MemoryState, SleepTask, WakeTask, new_task_id
 from omni_notebook.stages.waiting import Deadline
@@ -429,7 +428,7 @@ class AsyncOmni:
     async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._loop.here:
             return await make()
-        return await asyncio.wrap_future(self._loop.submit(make()))
+        return await awaited(self._loop.submit(make()))
 
     def __enter__(self) -> Self:
         return self

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 T = TypeVar("T")
+TICK_S = 0.1
+"""How often a loop that awaits the engine turns by itself: a kernel hears of an interrupt only when its loop turns."""
 
 
 class EngineLoop:
@@ -60,3 +62,16 @@ class EngineLoop:
         self._closed = True
         self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout_s)
+
+
+async def awaited(work: Future[T]) -> T:
+    """The result of work on another loop; cancelling the caller cancels the work."""
+    future = asyncio.wrap_future(work)
+    try:
+        while not future.done():
+            await asyncio.wait({future}, timeout=TICK_S)
+    except asyncio.CancelledError:
+        if not future.cancel() and not future.cancelled():
+            future.exception()  # seen: the caller goes away without it
+        raise
+    return future.result()

@@ -10,6 +10,8 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 from jupyter_core.utils import ensure_event_loop
 
+from tests.engine.weights_helpers import FILE, FOLDERS
+
 START = "%load_ext omni_notebook\nengine = %omni start"
 HOLD = """
 async def paint():
@@ -207,10 +209,51 @@ def test_an_interrupt_works_in_a_cell_that_also_awaits(kernel):
     kernel.run("request.cancel()")
 
 
+def test_an_interrupt_ends_an_awaited_order_at_once(kernel):
+    kernel.run(HOLD)
+    broken = kernel.run("await engine.sleep([1], mode='wait')", interrupt_when=0.7)
+    assert (broken.status, broken.error[-1].split()[0]) == ("error", "\x1b[31mCancelledError\x1b[39m:")
+    assert broken.seconds < 1.0
+    assert kernel.run("request.cancel()\n%omni wake 1\nprint(engine.status().stages[1].state)").text.endswith("AWAKE\n")
+
+
 def test_an_awaited_sleep_works_beside_the_magic(kernel):
     said = kernel.run("acks = await engine.sleep([0], level=1)\nprint(acks[0].ok)\n%omni wake 0")
     assert said.status == "ok"
     assert said.text.startswith("True\n")
+
+
+SLOWLY = f"""
+import time
+from safetensors.torch import load_file
+from omni_notebook.stages import tensor_source
+tensor_source.CHUNK_BYTES = 65536
+def slowly(tensors):
+    for pair in tensors.items():
+        time.sleep(0.05)
+        yield pair
+tensors = load_file("{FOLDERS[1] / FILE}")
+"""
+
+
+def test_a_cell_gives_a_stage_weights_from_a_folder_and_from_a_model(kernel):
+    loaded = kernel.run(f"%omni weights 1 {FOLDERS[1]} --version again")
+    assert loaded.error == []
+    assert re.fullmatch(r"stage 1 \(painter\) is AWAKE with weights again, loaded in \d+ ms\n", loaded.text)
+    given = kernel.run(SLOWLY + "await engine.load_weights(1, iter(tensors.items()), version='given')\n%omni status")
+    assert given.error == []
+    assert "given" in given.shown[-1]["text/plain"]
+    assert kernel.run(f"%omni weights 1 {FOLDERS[1]}").status == "ok"
+
+
+def test_an_interrupt_ends_an_awaited_load_in_a_named_state(kernel):
+    kernel.run(SLOWLY)
+    broken = kernel.run("await engine.load_weights(1, slowly(tensors))", interrupt_when=1.5)
+    assert broken.status == "error"
+    assert broken.seconds < 2.0
+    refused = kernel.run("%omni generate a red star")
+    assert "stage 1 (painter) is NEEDS_WEIGHTS: %omni wake 1" in refused.error[0]
+    assert kernel.run("%omni wake 1\nprint(engine.status().stages[1].state)").text.endswith("AWAKE\n")
 
 
 @pytest.mark.parametrize(
@@ -221,6 +264,7 @@ def test_an_awaited_sleep_works_beside_the_magic(kernel):
         ("%omni wake 0 --tags we", ["weights"]),
         ("x = 1\nacks = %omni sleep 0 --level ", ["1", "2"]),
         ("%%omni generate --gui", ["--guidance"]),
+        ("%omni weights ", ["0", "1"]),
     ],
 )
 def test_complete_request_knows_the_magic(kernel, code, expected):

@@ -13,6 +13,7 @@ from omni_notebook.engine.closing import Closer
 from omni_notebook.engine.core import Core
 from omni_notebook.engine.flow import NEVER_S
 from omni_notebook.engine.loop import EngineLoop, awaited
+from omni_notebook.engine.lora_calls import LoRACalls
 from omni_notebook.errors import ArgumentError, UnsupportedError
 from omni_notebook.protocol import MemoryState, SleepTask, WakeTask, new_task_id
 from omni_notebook.stages.waiting import Deadline
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncOmni:
+class AsyncOmni(LoRACalls):
     """All stages of one pipeline, in this process.
 
     Every coroutine may be awaited from any event loop and thread; `status`, `subscribe` and `shutdown` are plain
@@ -336,51 +337,6 @@ class AsyncOmni:
             await self._core.orders.restart(stage, self._core.deadline(timeout, [stage]))
 
         await self._run(run)
-
-    # ------------------------------------------------------------------------------- adapters
-
-    async def add_lora(
-        self, request: LoRARequest, stage_ids: Sequence[int] | int | None = None, timeout: float | None = None
-    ) -> bool:
-        """Add a LoRA adapter in peft's format to all ranks of the stages that it fits; whether it was not there yet.
-
-        Args:
-            request: its name, its number and its folder; a later `generate(lora_request=...)` names it.
-            stage_ids: None = every stage that has the layers which it names, in their shapes.
-            timeout: seconds.
-
-        Raises:
-            ArgumentError: unknown stage, or another adapter has this name or number.
-            ConfigError: it is broken, not supported or does not fit; names the file and what is wrong with it.
-            StageBusyError, PauseError, AsleepError, NeedsWeightsError, StageFailedError: refused, nothing changed.
-            LoRAError: a rank could not take it; it was removed from all.
-        """
-        return await self._run(lambda: self._core.add_lora(request, stage_ids, timeout))
-
-    async def remove_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
-        """Remove an adapter from every stage; whether it was there. With the last one its memory goes back.
-
-        Raises:
-            StageBusyError: a request that is here names it; likewise refused as by `add_lora`.
-        """
-        return await self._run(lambda: self._core.remove_lora(lora_int_id, timeout))
-
-    async def pin_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
-        """Keep an adapter in one of the `max_loras` slots for good, until it is removed; True.
-
-        Raises:
-            ArgumentError: there is no such adapter.
-            LoRAError: pinned adapters hold every slot; likewise refused as by `add_lora`.
-        """
-        return await self._run(lambda: self._core.pin_lora(lora_int_id, timeout))
-
-    async def list_loras(self) -> list[int]:
-        """The numbers of all adapters, sorted; works in every state. `status().stages[i].loras` has their details."""
-
-        async def run() -> list[int]:
-            return list(self._core.loras.known())
-
-        return await self._run(run)
 
     # ------------------------------------------------------------------------- plain calls
 

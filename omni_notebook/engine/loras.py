@@ -6,6 +6,7 @@ Everything here belongs to the engine's loop, but for the reading of files.
 from __future__ import annotations
 
 import asyncio
+import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +82,9 @@ class Loras:
 
     async def pin(self, lora_id: int, deadline: Deadline) -> bool:
         """See `AsyncOmni.pin_lora`."""
-        self._find(lora_id)
         stages = self._having(lora_id)
+        if not stages:
+            raise ArgumentError(self._unknown(lora_id, "Nothing changed"))
         await self._orders.lora(
             stages,
             lambda: self._check_slots(stages, lora_id),
@@ -186,17 +188,19 @@ class Loras:
         known = self.known()
         if isinstance(asked, str):
             found = next((one for one in known.values() if one.lora_name == asked), None)
-        elif isinstance(asked, int) and not isinstance(asked, bool):
-            found = known.get(asked)
+        elif _is_number(asked):
+            found = known.get(operator.index(asked))
         else:
             request = lora_request_from(asked)
             found = known.get(request.lora_int_id)
             found = found if found == request else None
         if found is None:
-            names = ", ".join(one.title for one in known.values()) or "none; call add_lora(request)"
-            msg = f"there is no adapter {asked!r}; adapters are: {names}. Nothing was started"
-            raise ArgumentError(msg)
+            raise ArgumentError(self._unknown(asked, "Nothing was started"))
         return found
+
+    def _unknown(self, asked: Any, outcome: str) -> str:
+        names = ", ".join(one.title for one in self.known().values()) or "none; call add_lora(request)"
+        return f"there is no adapter {asked!r}; adapters are: {names}. {outcome}"
 
 
 def lora_request_from(value: Any) -> LoRARequest:
@@ -220,10 +224,14 @@ def check_lora_id(lora_id: Any) -> int:
     Raises:
         ArgumentError: not a whole number.
     """
-    if isinstance(lora_id, bool) or not isinstance(lora_id, int):
+    if not _is_number(lora_id):
         msg = f"lora_int_id={lora_id!r} is not a whole number; nothing changed"
         raise ArgumentError(msg)
-    return lora_id
+    return operator.index(lora_id)
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _look(request: LoRARequest, stages: Sequence[Stage], *, strict: bool) -> tuple[Adapter, list[Stage]]:

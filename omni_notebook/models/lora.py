@@ -40,6 +40,10 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("modules_to_save", bool, "is not supported: an adapter here replaces no whole module"),
     ("fan_in_fan_out", bool, "is not supported: matrices are (out, in)"),
     ("alora_invocation_tokens", bool, "(activated LoRA) is not supported"),
+    ("use_qalora", bool, "(QALoRA) is not supported"),
+    ("layer_replication", bool, "is not supported: layers stay the base model's"),
+    ("trainable_token_indices", bool, "is not supported: only linear layers are adapted"),
+    ("target_parameters", bool, "is not supported: only linear layers are adapted"),
     (
         "init_lora_weights",
         lambda value: str(value).lower().startswith(_CHANGES_BASE),

@@ -151,14 +151,16 @@ class _Rows:
         self._slots = slots
         self._groups: dict[int, list[tuple[int, Tensor | None]]] = {}
 
-    def groups(self, n_rows: int) -> list[tuple[int, Tensor | None]]:
-        """Each slot with the indices of its rows, None = all of them."""
+    def groups(self, output: Tensor) -> list[tuple[int, Tensor | None]]:
+        """Each slot with the indices of its rows of a layer's output, None = all of them."""
+        n_rows = len(output)
         if n_rows not in self._groups:
             slots = list(self._slots) * (n_rows // len(self._slots))
             used = [slot for slot in dict.fromkeys(slots) if slot is not None]
             rows = {slot: [row for row, other in enumerate(slots) if other == slot] for slot in used}
             self._groups[n_rows] = [
-                (slot, None if len(of) == n_rows else torch.tensor(of)) for slot, of in rows.items()
+                (slot, None if len(of) == n_rows else torch.tensor(of, device=output.device))
+                for slot, of in rows.items()
             ]
         return self._groups[n_rows]
 
@@ -209,9 +211,9 @@ class _Bank:
         self._ranks[slot] = {path: len(a) for path, (a, _b) in matrices.items()}
 
     def read(self, slot: int) -> Matrices:
-        """A copy of what a slot holds."""
+        """A copy of what a slot holds, in host memory."""
         return {
-            path: (self._layers[path].a[slot, :rank].clone(), self._layers[path].b[slot, :rank].clone())
+            path: (_hosted(self._layers[path].a[slot, :rank]), _hosted(self._layers[path].b[slot, :rank]))
             for path, rank in self._ranks[slot].items()
         }
 
@@ -233,7 +235,7 @@ class _Bank:
             """Add to the rows that use an adapter, in target: the others keep their very bytes."""
             if self.rows is None:
                 return
-            for slot, rows in self.rows.groups(len(output)):
+            for slot, rows in self.rows.groups(output):
                 rank = self._ranks[slot].get(path, 0)
                 if not rank:
                     continue
@@ -245,6 +247,10 @@ class _Bank:
                     output.index_add_(0, rows, delta)
 
         return add
+
+
+def _hosted(matrix: Tensor) -> Tensor:
+    return matrix.to("cpu", copy=True)
 
 
 def _widths(target: Target) -> tuple[int, int]:

@@ -470,6 +470,20 @@ def test_an_adapter_that_a_held_request_names_is_not_removed(engine: AsyncOmni, 
     asyncio.run(run())
 
 
+def test_a_request_that_has_left_a_stage_does_not_hold_its_adapter_there(engine: AsyncOmni, make: Make) -> None:
+    async def run() -> None:
+        await engine.add_lora(make(1))
+        wanted = await golden(engine, lora_request=1)
+        with slow(engine, 1, 0.4):
+            going = asyncio.create_task(golden(engine, lora_request=1))
+            await until(lambda: engine.status().stages[1].running == 1)
+            assert await engine.remove_lora(1)
+            assert not going.done()
+        assert await going == wanted
+
+    asyncio.run(run())
+
+
 def test_a_failed_pause_refuses_every_change_and_listing_works(engine: AsyncOmni, make: Make) -> None:
     async def run() -> None:
         await engine.add_lora(make(1))

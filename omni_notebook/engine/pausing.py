@@ -6,15 +6,15 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import DeadlineError, OmniError, PauseError
+from omni_notebook.errors import DeadlineError, OmniError, PauseError, WorkerDiedError
 from omni_notebook.protocol import PauseMode, PauseState
 from omni_notebook.stages.quiesce import quiesce
-from omni_notebook.stages.stage import raise_first
 from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from omni_notebook.executors.base import RankAnswer
     from omni_notebook.stages.stage import Stage
 
 PAUSE = "pause"
@@ -127,12 +127,22 @@ async def _bring_to_rest(stage: Stage, wanted: Pause, token: CancelToken) -> Non
     try:
         if mode == PauseMode.WAIT:
             stage.reopen(PAUSE)
-        raise_first(await quiesce(stage, mode, PAUSE, deadline, token))
+        _check_acknowledged(await quiesce(stage, mode, PAUSE, deadline, token))
         token.check()  # resumed during the barrier: it runs again
         if wanted.clear_cache and stage.config.kind == "ar":
             stage.requeue()
     finally:
         stage.pause_lock.release()
+
+
+def _check_acknowledged(answers: Sequence[RankAnswer]) -> None:
+    """Raise what the first rank answered that did not come to rest; it says which one that is."""
+    for where, _, error in answers:
+        if isinstance(error, DeadlineError | WorkerDiedError):
+            raise error
+        if error is not None:
+            msg = f"{where.title} answered {type(error).__name__}: {error}"
+            raise PauseError(msg) from error
 
 
 def _stops_scheduler(stage: Stage, mode: PauseMode) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.config import DEMO_FOLDER
-from tests.engine.engine_helpers import collect, until
+from tests.engine.engine_helpers import collect, held, until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,13 +54,14 @@ async def tokens(engine: AsyncOmni, **known: Any) -> list[int]:
 
 
 async def one_running_and(engine: AsyncOmni, *queued: str, steps: int = 4) -> list[asyncio.Task[list[Any]]]:
-    """A batch of one on the painter's device, and requests behind it that can not join it."""
-    running = draw(engine, steps - 1, request_id="running")
-    await until(lambda: executing(engine))
-    behind = []
-    for name in queued:
-        behind.append(draw(engine, steps, request_id=name))
-        await until(lambda: stage(engine).queued == len(behind))
+    """A batch of one that has just begun on the painter's device, and requests behind it that can not join it."""
+    with held(engine, PAINTER):
+        running = draw(engine, steps - 1, request_id="running")
+        await until(lambda: executing(engine))
+        behind = []
+        for name in queued:
+            behind.append(draw(engine, steps, request_id=name))
+            await until(lambda: stage(engine).queued == len(behind))
     return [running, *behind]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from omni_notebook.errors import ArgumentError, DeadlineError, PausedError, PauseError
 from omni_notebook.protocol import StateEvent
-from tests.engine.engine_helpers import collect, fault, golden, slow, until
+from tests.engine.engine_helpers import collect, fault, golden, held, slow, until
 from tests.engine.painting import (
     PAINTER,
     THINKER,
@@ -186,9 +186,7 @@ def test_two_equal_pauses_one_after_the_other_are_one(painter: AsyncOmni, mode: 
     async def run() -> None:
         await painter.pause_generation(mode)
         await journal(painter)
-        started = time.monotonic()
         await painter.pause_generation(mode)
-        assert time.monotonic() - started < 1
         assert pauses(painter) == [("PAUSED", mode)] * 2
         assert not places(await journal(painter), "barrier begins")
         await painter.resume_generation()
@@ -249,15 +247,14 @@ def test_a_pause_that_joined_one_that_failed_goes_on_by_itself(painter: AsyncOmn
 @pytest.mark.rule(Rule.OTHER_MODE)
 def test_an_abort_takes_over_from_a_wait_at_once(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, THINKER, 0.1):
+        with held(painter, THINKER):
             request = write(painter)
             await until(lambda: stage(painter, THINKER).running)
             wait = await pausing(painter, "wait", THINKER)
-            started = time.monotonic()
-            await painter.pause_generation("abort", [THINKER])
-            assert time.monotonic() - started < 0.6
+            abort = await pausing(painter, "abort", THINKER)
             with pytest.raises(PauseError, match=r"another pause \(abort\) took over"):
-                await wait
+                await asyncio.wait_for(wait, 5)
+        await abort
         assert (await request)[-1].state == "aborted"
         assert pauses(painter)[THINKER] == ("PAUSED", "abort")
 
@@ -289,12 +286,13 @@ def test_frozen_requests_of_a_paused_ar_stage_follow_the_next_pauses_mode(
 @pytest.mark.parametrize("then", ["abort", "wait"])
 def test_a_kept_diffusion_stage_stays_kept_whatever_pause_comes_after(painter: AsyncOmni, then: str) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, BATCH_S):
+        with held(painter, PAINTER):
             requests = await one_running_and(painter, "queued")
             keep = await pausing(painter)
-            await asyncio.wait_for(painter.pause_generation(then, [PAINTER]), 0.2)  # admission is closed already
-            await keep
-            await painter.pause_generation(then)
+            await asyncio.wait_for(painter.pause_generation(then, [PAINTER]), 5)  # admission is closed already
+            assert not keep.done()
+        await keep
+        await painter.pause_generation(then)
         assert pauses(painter) == [("PAUSED", then), ("PAUSED", "keep")]
         assert not requests[1].done()
         assert stage(painter).queued == 1
@@ -327,19 +325,18 @@ def test_a_keep_after_a_wait_stops_the_diffusion_stage_too(painter: AsyncOmni) -
 @pytest.mark.rule(Rule.RESUME_WINS)
 def test_a_pause_after_a_resume_during_a_pause_takes_one_batch_and_not_the_whole_queue(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.3):
+        with held(painter, PAINTER):
             requests = [draw(painter, steps) for steps in range(2, 10)]  # eight batches
-            await until(lambda: executing(painter) and stage(painter).queued > 4)
+            await until(lambda: stage(painter).queued == 7)
             first = await pausing(painter)
             await painter.resume_generation()
             with pytest.raises(PauseError, match="was resumed while it was pausing"):
-                await asyncio.wait_for(first, 0.2)
-            started = time.monotonic()
-            await painter.pause_generation("keep", [PAINTER])
-            assert time.monotonic() - started < 1.2
-            assert stage(painter).queued > 3
-            await painter.resume_generation()
-            assert all([(await r)[-1].images for r in requests])
+                await asyncio.wait_for(first, 5)
+            second = await pausing(painter)
+        await second
+        assert (stage(painter).queued, pauses(painter)[PAINTER]) == (7, ("PAUSED", "keep"))
+        await painter.resume_generation()
+        assert all([(await r)[-1].images for r in requests])
 
     asyncio.run(run())
 

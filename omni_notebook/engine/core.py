@@ -132,7 +132,6 @@ class Core:
         self.check_open()
         stages = arguments.pick_stages(self.stages, stage_ids)
         checked = arguments.check_mode(mode)
-        pausing.check_pausable(stages, checked)
         token = CancelToken()
         pause = pausing.Pause(checked, clear_cache, self.deadline(timeout, stages), token)
         await self.orders.supervise(pausing.pause(stages, pause), token)

@@ -11,7 +11,7 @@ from omni_notebook.protocol import MemoryState, PauseState, RankId, RequestState
 from omni_notebook.stages.lora import LORA_REASON, StageLoras, gone
 from omni_notebook.stages.model import make_model
 from omni_notebook.stages.replica import Replica
-from omni_notebook.stages.waiting import Deadline, Signal
+from omni_notebook.stages.waiting import CancelToken, Deadline, Signal
 from omni_notebook.worker.reports import WorkerSpec
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Stage:
         self.awake_tags: tuple[str, ...] = ()
         self.pause_state = PauseState.OPEN
         self.pause_mode: str | None = None
-        self.pause_epoch = 0
+        self.pause_token = CancelToken()
         self.weight_version = ""
         self.source: str | None = None
         self.source_version: str | None = None
@@ -201,6 +201,12 @@ class Stage:
         self.pause_state = state
         self.pause_mode = mode
         self.tell(reason)
+
+    def end_pause(self) -> CancelToken:
+        """Call off the pause that is in progress, if one is; the token of the one that may begin now."""
+        before, self.pause_token = self.pause_token, CancelToken()
+        before.cancel()
+        return self.pause_token
 
     def fail(self, error: BaseException) -> None:
         """The stage can not go on; `restart` helps. The first error is the cause, those after it are consequences."""

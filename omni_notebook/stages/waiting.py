@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -100,11 +101,18 @@ async def acquire(lock: asyncio.Lock, deadline: Deadline, token: CancelToken) ->
         OrderCancelled: `token` was cancelled while it waited; the lock is not held.
     """
     try:
-        async with asyncio.timeout(deadline.left_s()):
+        async with asyncio.timeout(deadline.left_s()) as bound:
+            token.on_cancel(lambda: _end_now(bound))
             await lock.acquire()
     except TimeoutError:
+        token.check()
         return False
     if token.cancelled:
         lock.release()
         raise OrderCancelled
     return True
+
+
+def _end_now(bound: asyncio.Timeout) -> None:
+    with contextlib.suppress(RuntimeError):  # it has ended already
+        bound.reschedule(0.0)

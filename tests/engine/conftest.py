@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,12 @@ from omni_notebook.worker import worker
 from tests.engine import faults
 from tests.engine.engine_helpers import golden, reset
 from tests.engine.faulty_worker import FAULTY, PATIENCE, FaultyWorker
+from tests.engine.painting import PAINTER, SHIPPED, THINKER, journals
 from tests.executors.executor_helpers import fds, shared_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +47,40 @@ def engine(shared_engine: AsyncOmni) -> Iterator[AsyncOmni]:
     asyncio.run(reset(shared_engine))
     yield shared_engine
     asyncio.run(reset(shared_engine))
+
+
+@pytest.fixture
+def painter(engine: AsyncOmni) -> Iterator[AsyncOmni]:
+    """The engine with empty journals; afterwards its painter has the shipped weights again."""
+    asyncio.run(_forget(engine))
+    yield engine
+    asyncio.run(_shipped(engine))
+
+
+async def _forget(engine: AsyncOmni) -> None:
+    for stage_id in (THINKER, PAINTER):
+        await journals(engine, stage_id)
+
+
+async def _shipped(engine: AsyncOmni) -> None:
+    await reset(engine)
+    if engine._core.stages[PAINTER].source is not None:
+        await engine.load_weights(PAINTER, SHIPPED)
+
+
+@pytest.fixture(scope="session")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second checkpoint of the painter, which draws something else."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("weights") / "other"
+    shutil.copytree(SHIPPED, folder)
+    noise = torch.Generator().manual_seed(5)
+    tensors = load_file(folder / "model.safetensors")
+    noisy = {k: v + 0.2 * v.std() * torch.randn(v.shape, generator=noise) for k, v in tensors.items()}
+    save_file(noisy, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,10 @@ PROMPT = "a red star above a blue circle"
 PARAMS = {"seed": 42, "num_inference_steps": 6}
 
 
+_standing: dict[tuple[int, int, str], dict[str, Any]] = {}
+"""What each engine's ranks are told at the moment, by stage and method."""
+
+
 async def collect(engine: AsyncOmni, prompt: Any = PROMPT, **known: Any) -> list[OmniRequestOutput]:
     """All outputs of one request."""
     known.setdefault("sampling_params", PARAMS)
@@ -51,12 +55,22 @@ def _tell(engine: AsyncOmni, stage_id: int, method: str, **fault: Any) -> None:
 
 @contextlib.contextmanager
 def _told(engine: AsyncOmni, stage_id: int, method: str, **fault: Any) -> Iterator[None]:
-    """What a `FaultyWorker` is told now, and taken back after."""
+    """What a `FaultyWorker` is told now; afterwards what it was told before."""
+    before = _standing.get((id(engine), stage_id, method), {})
+    _standing[id(engine), stage_id, method] = fault
     _tell(engine, stage_id, method, **fault)
     try:
         yield
     finally:
-        _tell(engine, stage_id, method)
+        _standing[id(engine), stage_id, method] = before
+        _tell(engine, stage_id, method, **before)
+
+
+@contextlib.contextmanager
+def held(engine: AsyncOmni, stage_id: int, method: str = "execute") -> Iterator[None]:
+    """Every batch of a stage (or another step) waits for the end of this block, whatever the machine's load."""
+    with _told(engine, stage_id, method, hold=True):
+        yield
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ INSIDE = ("map_restore", "reload")
 ON_THREADS = OUTPUT, FETCH = "output", "fetch"
 """Jobs of a rank's other threads: a batch's copy and encoding, one image's conditioning."""
 JOURNAL = 10_000
+HELD_AT_MOST_S = 60.0
 TAKEN = "taken"
 """A journal's word for a batch's images: for each whether its conditioning was on the device before the batch began."""
 
@@ -61,7 +62,7 @@ def words(**fault: Any) -> str:
     """What to send: `method` with `error` (a builtin's name) and `args`, or `seconds`, or `signal`, or nothing.
 
     Nothing makes it well. `place` = (replica, rank) means this rank only. `after` = the step is carried out first.
-    `times` = it is well again after so many.
+    `times` = it is well again after so many. `hold` = the step waits until it is told something else, and follows that.
     """
     return PREFIX + json.dumps(fault)
 
@@ -166,7 +167,9 @@ class FaultyWorker(Worker):
         return self._perhaps(name, value) if name in ORDERS else value
 
     def _fault_of(self, name: str) -> dict[str, Any]:
-        fault = self._faults.get(name, {})
+        end = time.monotonic() + HELD_AT_MOST_S
+        while (fault := self._faults.get(name, {})).get("hold") and time.monotonic() < end:
+            time.sleep(0.001)
         if "times" in fault:
             fault["times"] -= 1
             if fault["times"] < 0:
@@ -175,9 +178,9 @@ class FaultyWorker(Worker):
 
     def _perhaps(self, name: str, step: Callable[..., Any], detail: Any = None) -> Callable[..., Any]:
         def perhaps(*args: Any, **known: Any) -> Any:
-            fault = self._fault_of(name)
             self._note(f"{name} begins", detail)
             try:
+                fault = self._fault_of(name)
                 if not fault.get("after"):
                     _happen(fault)
                 answer = step(*args, **known)

@@ -16,47 +16,30 @@ from omni_notebook.executors.mp.wire import INLINE_BYTES, Packet
 from omni_notebook.stages.replica import MAX_LEAVING
 from tests.engine.engine_helpers import ask, collect, fault, golden, in_processes, slow, until
 from tests.engine.faulty_worker import FETCH, OUTPUT, TAKEN
+from tests.engine.painting import (
+    PAINTER,
+    draw,
+    journal,
+    one_running_and,
+    places,
+    replicas,
+    stage,
+)
+from tests.engine.rules import Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from omni_notebook.engine.async_omni import AsyncOmni
 
-PAINTER = 1
-Entry = tuple[float, str, Any]
-
 
 def replica(engine: AsyncOmni) -> Any:
-    return engine._core.stages[PAINTER].replicas[0]
-
-
-def stage(engine: AsyncOmni, stage_id: int = PAINTER) -> Any:
-    return engine.status().stages[stage_id]
-
-
-def draw(engine: AsyncOmni, steps: int = 4, **known: Any) -> asyncio.Task[list[Any]]:
-    """A request whose batch is told from others by its number of steps."""
-    return asyncio.create_task(collect(engine, sampling_params={"seed": 5, "num_inference_steps": steps}, **known))
-
-
-def journal(engine: AsyncOmni) -> list[Entry]:
-    return [tuple(entry) for entry in ask(engine, PAINTER, "journal")]
-
-
-def places(entries: Sequence[Entry], what: str) -> list[int]:
-    return [n for n, (_, name, _) in enumerate(entries) if name == what]
+    return replicas(engine)[0]
 
 
 async def leaving(engine: AsyncOmni) -> None:
     """Until a batch is off the device and its output on the way."""
     await until(lambda: replica(engine)._leaving and not replica(engine)._executing)
-
-
-@pytest.fixture
-def painter(engine: AsyncOmni) -> AsyncOmni:
-    """The engine, its painter's journal empty."""
-    journal(engine)
-    return engine
 
 
 # ------------------------------------------------------------------------------------------ outputs
@@ -67,12 +50,13 @@ def test_the_next_batch_starts_while_the_outputs_of_the_last_are_copied(painter:
         with slow(painter, PAINTER, 0.4, OUTPUT):
             ends = await asyncio.gather(draw(painter, 4), draw(painter, 5))
         assert all(end[-1].images for end in ends)
-        seen = journal(painter)
+        seen = await journal(painter)
         assert places(seen, "execute begins")[1] < places(seen, "output ends")[0]
 
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.AFTER_THE_COPIES)
 def test_a_keep_pause_returns_after_the_copies_are_done_and_the_outputs_handed_over(painter: AsyncOmni) -> None:
     async def run() -> None:
         with slow(painter, PAINTER, 0.5, OUTPUT):
@@ -84,12 +68,13 @@ def test_a_keep_pause_returns_after_the_copies_are_done_and_the_outputs_handed_o
             assert stage(painter).running == 0
             assert time.monotonic() - started > 0.2
         assert (await request)[-1].images
-        seen = journal(painter)
+        seen = await journal(painter)
         assert places(seen, "output ends")[-1] < places(seen, "barrier begins")[-1]
 
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.ORDERS_AFTER)
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_ordered_after_the_pause_runs_after_the_outputs(painter: AsyncOmni, level: int) -> None:
     async def run() -> None:
@@ -100,7 +85,7 @@ def test_a_sleep_ordered_after_the_pause_runs_after_the_outputs(painter: AsyncOm
             await painter.pause_generation(mode="keep")
             await painter.sleep([PAINTER], level=level)
         assert (await request)[-1].images[0].tobytes() == alone
-        seen = journal(painter)
+        seen = await journal(painter)
         assert places(seen, "output ends")[-1] < places(seen, "prepare_sleep begins")[-1]
 
     asyncio.run(run())
@@ -114,7 +99,7 @@ def test_a_sleep_that_keeps_waits_for_the_outputs_itself(painter: AsyncOmni) -> 
             acks = await painter.sleep([PAINTER], mode="keep")
         assert acks[0].metadata["phases_ms"]["quiesce"] > 100
         assert (await request)[-1].images
-        seen = journal(painter)
+        seen = await journal(painter)
         assert places(seen, "output ends")[-1] < places(seen, "commit_sleep begins")[-1]
 
     asyncio.run(run())
@@ -176,7 +161,7 @@ def test_no_more_batches_leave_at_once_than_are_allowed(painter: AsyncOmni) -> N
 
     asyncio.run(run())
     behind, most, at_start = 0, 0, []
-    for _, what, _ in journal(painter):
+    for _, what, _ in asyncio.run(journal(painter)):
         behind += (what == "execute ends") - (what == "output ends")
         most = max(most, behind)
         if what == "execute begins":
@@ -197,35 +182,25 @@ def test_the_png_of_an_output_decodes_to_its_very_pixels(painter: AsyncOmni) -> 
 # ----------------------------------------------------------------------------------------- prefetch
 
 
-async def one_running_and(engine: AsyncOmni, *queued: str) -> list[asyncio.Task[list[Any]]]:
-    """A batch on the device, and requests behind it that can not join it."""
-    running = draw(engine, 3)
-    await until(lambda: replica(engine)._executing)
-    behind = []
-    for name in queued:
-        behind.append(draw(engine, 4, request_id=name))
-        await until(lambda: stage(engine).queued == len(behind))
-    return [running, *behind]
-
-
 def test_a_queued_requests_conditioning_is_on_the_rank_before_its_batch_starts(painter: AsyncOmni) -> None:
     async def run() -> None:
         with slow(painter, PAINTER, 0.5):
             requests = await one_running_and(painter, "b", "c")
             pictures = [(await r)[-1].images[0].tobytes() for r in requests]
-        taken = [there for _, what, there in journal(painter) if what == TAKEN]
+        taken = [there for _, what, there in await journal(painter) if what == TAKEN]
         assert taken == [[False], [True, True]]
         assert pictures[1] == pictures[2] == (await draw(painter, 4))[-1].images[0].tobytes()
 
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.JOINS_PREFETCH)
 def test_a_pause_joins_a_prefetch_in_flight(painter: AsyncOmni) -> None:
     async def run() -> None:
         with slow(painter, PAINTER, 0.2), slow(painter, PAINTER, 0.6, FETCH):
             requests = await one_running_and(painter, "b")
             await painter.pause_generation(mode="keep")
-        seen = journal(painter)
+        seen = await journal(painter)
         assert len(places(seen, "fetch begins")) == 1
         assert places(seen, "barrier begins")[-1] < places(seen, "fetch ends")[-1] < places(seen, "barrier ends")[-1]
         await painter.resume_generation()
@@ -234,13 +209,14 @@ def test_a_pause_joins_a_prefetch_in_flight(painter: AsyncOmni) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.JOINS_PREFETCH)
 def test_a_pause_joins_a_prefetch_that_nobody_wants_any_more(painter: AsyncOmni) -> None:
     async def run() -> None:
         with slow(painter, PAINTER, 0.2), slow(painter, PAINTER, 0.8, FETCH):
             requests = await one_running_and(painter, "b")
             await painter.abort("b")
             await painter.pause_generation(mode="keep")
-        seen = journal(painter)
+        seen = await journal(painter)
         assert places(seen, "barrier begins")[-1] < places(seen, "fetch ends")[-1] < places(seen, "barrier ends")[-1]
         assert ask(painter, PAINTER, "fetched") == 0
         assert (await requests[1])[-1].state == "aborted"
@@ -275,7 +251,7 @@ def test_new_weights_use_what_was_prefetched_or_fetch_it_again(painter: AsyncOmn
         await painter.resume_generation()
         end = (await requests[1])[-1]
         assert (end.images[0].tobytes(), end.weight_version) == (alone, "again")
-        await until(lambda: ask(painter, PAINTER, "fetched") == 0)
+        assert ask(painter, PAINTER, "fetched") == 0
         await painter.restart(PAINTER)
 
     asyncio.run(run())
@@ -368,7 +344,7 @@ def test_the_end_of_a_parked_request_makes_room_for_the_next_one(painter: AsyncO
             requests = twelve(painter)
             await until(lambda: replica(painter)._executing and stage(painter).queued == 3)
             for _ in range(2):  # the first batch runs; nobody it could make room for would be told by a next one
-                for request_id in [r.request_id for r in replica(painter).scheduler._requests.waiting]:
+                for request_id in replica(painter).scheduler.request_ids()[-3:]:
                     await painter.abort(request_id)
                 await until(lambda: stage(painter).queued == 3, 10)
             ends = await asyncio.wait_for(asyncio.gather(*requests), 30)
@@ -400,7 +376,6 @@ def test_hidden_states_cross_to_the_painters_process_in_shared_memory(
             await until(lambda: stage(engine, 0).running == 4)
             await engine.sleep([PAINTER], mode="keep")
             await until(lambda: stage(engine).queued == 4)
-        assert len(replica(engine).scheduler._requests.waiting[0].payload.hidden) == 9
         await engine.wake_up([PAINTER])
         pictures = [(await r)[-1].images[0].tobytes() for r in requests]
         assert {alone, *pictures} == {alone}

@@ -1,4 +1,4 @@
-"""Pause, keep barrier and resume over the in-process executor."""
+"""Pause, keep barrier and resume."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from omni_notebook.errors import ArgumentError, DeadlineError, PauseError
 from tests.engine.engine_helpers import collect, golden, slow, until
+from tests.engine.rules import Rule
 
 if TYPE_CHECKING:
     from omni_notebook.engine.async_omni import AsyncOmni
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 PARAMS = {"seed": 3, "num_inference_steps": 8}
 
 
+@pytest.mark.rule(Rule.FINISHES, Rule.STAY_QUEUED)
 def test_keep_delivers_the_running_batch_and_holds_the_queue(engine: AsyncOmni) -> None:
     async def run() -> None:
         with slow(engine, 1, 0.2):
@@ -35,6 +37,7 @@ def test_keep_delivers_the_running_batch_and_holds_the_queue(engine: AsyncOmni) 
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.UPDATE, Rule.NEW_WEIGHTS)
 def test_the_specifications_order_of_a_weight_update(engine: AsyncOmni) -> None:
     async def run() -> None:
         before = await golden(engine)
@@ -55,6 +58,7 @@ def test_the_specifications_order_of_a_weight_update(engine: AsyncOmni) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.FRONTEND_ONLY)
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_abort_and_wait_pause_only_the_frontend_of_a_diffusion_stage(engine: AsyncOmni, mode: str) -> None:
     async def run() -> None:
@@ -91,6 +95,7 @@ def test_an_ar_stage_aborts_drains_or_freezes(engine: AsyncOmni, mode: str, stat
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.INFLIGHT)
 def test_wait_for_inflight_requests_is_wait(engine: AsyncOmni) -> None:
     async def run() -> None:
         with slow(engine, 0, 0.02):
@@ -141,6 +146,7 @@ def test_resume_of_a_sleeping_stage_opens_its_scheduler_after_the_wake(engine: A
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.PARTIAL_RESUME, Rule.LAST_RESUME)
 def test_admission_stays_closed_until_every_paused_stage_is_resumed(engine: AsyncOmni) -> None:
     async def run() -> None:
         await engine.pause_generation(mode="keep")
@@ -162,6 +168,7 @@ def test_pausing_twice_is_one_pause(engine: AsyncOmni) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.FAILED_STAYS_CLOSED, Rule.NO_SLEEP_AFTER_FAILURE, Rule.RETRY_OR_RESUME)
 def test_a_pause_that_times_out_stays_closed_refuses_sleep_and_can_be_retried(engine: AsyncOmni) -> None:
     async def run() -> None:
         with slow(engine, 1, 0.6):
@@ -183,6 +190,7 @@ def test_a_pause_that_times_out_stays_closed_refuses_sleep_and_can_be_retried(en
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.RETRY_OR_RESUME)
 def test_resume_after_a_failed_pause_opens_everything(engine: AsyncOmni) -> None:
     async def run() -> None:
         with slow(engine, 1, 0.4):
@@ -197,6 +205,7 @@ def test_resume_after_a_failed_pause_opens_everything(engine: AsyncOmni) -> None
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.RESUME_WINS)
 def test_resume_during_a_pause_wins_and_the_pause_says_so(engine: AsyncOmni) -> None:
     async def run() -> None:
         with slow(engine, 1, 0.4):
@@ -216,6 +225,7 @@ def test_resume_during_a_pause_wins_and_the_pause_says_so(engine: AsyncOmni) -> 
     asyncio.run(run())
 
 
+@pytest.mark.rule(Rule.CANCELLED)
 def test_a_cancelled_pause_is_on_record_and_resume_helps(engine: AsyncOmni) -> None:
     async def run() -> None:
         with slow(engine, 1, 0.5):
@@ -240,6 +250,7 @@ def test_bad_pauses_are_refused_before_a_gate_moves(engine: AsyncOmni, bad: dict
     assert not asyncio.run(engine.is_paused())
 
 
+@pytest.mark.rule(Rule.CONTROL_CALLS)
 def test_control_calls_keep_working_while_paused(engine: AsyncOmni) -> None:
     async def run() -> None:
         await engine.pause_generation(mode="keep")

@@ -1,0 +1,84 @@
+"""What tests of pauses share: requests told apart, and what the ranks' journals say."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.config import DEMO_FOLDER
+from tests.engine.engine_helpers import collect, held, until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.engine.async_omni import AsyncOmni
+
+THINKER, PAINTER = 0, 1
+SHIPPED = DEMO_FOLDER / "dit"
+Entry = tuple[float, str, Any]
+
+
+def stage(engine: AsyncOmni, stage_id: int = PAINTER) -> Any:
+    """A stage's status now."""
+    return engine.status().stages[stage_id]
+
+
+def replicas(engine: AsyncOmni, stage_id: int = PAINTER) -> list[Any]:
+    return list(engine._core.stages[stage_id].replicas)
+
+
+def executing(engine: AsyncOmni) -> bool:
+    """Whether a batch is on a painter's device."""
+    return any(replica._executing for replica in replicas(engine))
+
+
+def draw(engine: AsyncOmni, steps: int = 4, seed: int = 5, **known: Any) -> asyncio.Task[list[Any]]:
+    """A request for an image; one batch holds requests of one number of steps."""
+    return asyncio.create_task(collect(engine, sampling_params={"seed": seed, "num_inference_steps": steps}, **known))
+
+
+def write(engine: AsyncOmni, prompt: Any = "a red star above a blue circle", **known: Any) -> asyncio.Task[list[Any]]:
+    """A request for text."""
+    return asyncio.create_task(collect(engine, prompt, output_modalities="text", **known))
+
+
+async def picture(engine: AsyncOmni, steps: int = 4, seed: int = 5) -> bytes:
+    """What such a request draws by itself."""
+    image: bytes = (await draw(engine, steps, seed))[-1].images[0].tobytes()
+    return image
+
+
+async def tokens(engine: AsyncOmni, **known: Any) -> list[int]:
+    """What a request for text writes by itself."""
+    return list((await write(engine, **known))[-1].outputs[0].token_ids)
+
+
+async def one_running_and(engine: AsyncOmni, *queued: str, steps: int = 4) -> list[asyncio.Task[list[Any]]]:
+    """A batch of one that has just begun on the painter's device, and requests behind it that can not join it."""
+    with held(engine, PAINTER):
+        running = draw(engine, steps - 1, request_id="running")
+        await until(lambda: executing(engine))
+        behind = []
+        for name in queued:
+            behind.append(draw(engine, steps, request_id=name))
+            await until(lambda: stage(engine).queued == len(behind))
+    return [running, *behind]
+
+
+async def journals(engine: AsyncOmni, stage_id: int = PAINTER) -> list[list[Entry]]:
+    """What each rank of a stage did since it was last asked, in the order of replicas and ranks."""
+    found = []
+    for replica in replicas(engine, stage_id):
+        answers = await asyncio.wrap_future(engine.submit(replica.executor.call("journal", timeout_s=20.0)))
+        found += [[tuple(entry) for entry in answer.unwrap()] for answer in answers]
+    return found
+
+
+async def journal(engine: AsyncOmni, stage_id: int = PAINTER) -> list[Entry]:
+    """The first rank's."""
+    return (await journals(engine, stage_id))[0]
+
+
+def places(entries: Sequence[Entry], what: str) -> list[int]:
+    """Where an entry stands in a journal."""
+    return [n for n, (_, name, _) in enumerate(entries) if name == what]

@@ -1,0 +1,438 @@
+"""The pause states and the global gate: what each pause, retry, resume and cancellation leaves (issue 4, item 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from omni_notebook.errors import ArgumentError, DeadlineError, PausedError, PauseError
+from omni_notebook.protocol import StateEvent
+from tests.engine.engine_helpers import collect, fault, golden, held, slow, until
+from tests.engine.painting import (
+    PAINTER,
+    THINKER,
+    draw,
+    executing,
+    journal,
+    one_running_and,
+    places,
+    stage,
+    tokens,
+    write,
+)
+from tests.engine.rules import Rule
+
+if TYPE_CHECKING:
+    from omni_notebook.engine.async_omni import AsyncOmni
+
+MODES = ["keep", "wait", "abort"]
+BATCH_S = 0.4
+
+
+class StepLevel:
+    """A stage's config that says it runs single steps."""
+
+    step_execution = True
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def pauses(engine: AsyncOmni) -> list[tuple[str, str | None]]:
+    return [(str(s.pause_state), s.pause_mode) for s in engine.status().stages]
+
+
+async def pausing(engine: AsyncOmni, mode: str = "keep", stage_id: int = PAINTER, **known: Any) -> asyncio.Task[None]:
+    """A pause that is in progress."""
+    task = asyncio.create_task(engine.pause_generation(mode, [stage_id], **known))
+    await until(lambda: (stage(engine, stage_id).pause_state, stage(engine, stage_id).pause_mode) == ("PAUSING", mode))
+    return task
+
+
+async def refused_at_the_gate(engine: AsyncOmni) -> None:
+    for route in ("text", "image"):
+        with pytest.raises(PausedError, match=r"stage 1 PAUS\w+ \(\w+\); call resume_generation"):
+            await collect(engine, output_modalities=route, admission_timeout=0)
+
+
+# ------------------------------------------------------------------------------------------ the gate
+
+
+@pytest.mark.rule(Rule.GLOBAL_GATE)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_paused_stage_closes_admission_for_every_route(painter: AsyncOmni, mode: str) -> None:
+    async def run() -> None:
+        assert not await painter.is_paused()
+        await painter.pause_generation(mode, [PAINTER])
+        assert pauses(painter) == [("OPEN", None), ("PAUSED", mode)]
+        assert await painter.is_paused()
+        assert painter.status().paused
+        await refused_at_the_gate(painter)
+        await painter.resume_generation()
+        assert pauses(painter) == [("OPEN", None)] * 2
+        assert (await draw(painter))[-1].images
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.GLOBAL_GATE)
+def test_admission_is_closed_while_a_stage_is_pausing_and_after_the_pause_failed(painter: AsyncOmni) -> None:
+    async def run() -> None:
+        with slow(painter, PAINTER, BATCH_S):
+            requests = await one_running_and(painter)
+            pause = await pausing(painter, timeout=0.1)
+            await refused_at_the_gate(painter)
+            with pytest.raises(DeadlineError):
+                await pause
+            assert pauses(painter)[PAINTER] == ("PAUSE_FAILED", "keep")
+            await refused_at_the_gate(painter)
+        assert (await requests[0])[-1].images
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.COUNTED)
+def test_requests_that_arrive_while_paused_are_counted_and_run_after_the_resume(painter: AsyncOmni) -> None:
+    async def run() -> None:
+        await painter.pause_generation("keep", [PAINTER])
+        arrived = [draw(painter), draw(painter), write(painter)]
+        await until(lambda: stage(painter, THINKER).waiting_at_gate == 3)
+        assert stage(painter).waiting_at_gate == 2
+        assert (stage(painter).queued, stage(painter, THINKER).queued) == (0, 0)
+        await painter.resume_generation()
+        ends = [(await r)[-1] for r in arrived]
+        assert [bool(end.images) for end in ends] == [True, True, False]
+        assert [s.waiting_at_gate for s in painter.status().stages] == [0, 0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.ABORT_WHILE_PAUSED)
+@pytest.mark.parametrize("where", [THINKER, PAINTER])
+def test_the_abort_of_a_request_that_a_pause_holds_gives_its_client_an_end(painter: AsyncOmni, where: int) -> None:
+    async def run() -> None:
+        with slow(painter, PAINTER, 0.2), slow(painter, THINKER, 0.03 if where == THINKER else 0.0):
+            if where == PAINTER:
+                held = (await one_running_and(painter, "held"))[1]
+            else:
+                held = draw(painter, request_id="held")
+                await until(lambda: stage(painter, THINKER).running)
+            await painter.pause_generation("keep")
+        assert await painter.abort("held")
+        outputs = await asyncio.wait_for(held, 5)
+        assert [o.state for o in outputs if o.finished] == ["aborted"]
+        assert not await painter.abort("held")
+        assert [(s.running, s.queued, s.in_transit) for s in painter.status().stages] == [(0, 0, 0)] * 2
+        assert pauses(painter) == [("PAUSED", "keep")] * 2
+
+    asyncio.run(run())
+
+
+# -------------------------------------------------------------------------------------- all or none
+
+
+@pytest.mark.rule(Rule.ALL_OR_NONE, Rule.STEP_LEVEL)
+@pytest.mark.parametrize("stage_ids", [None, [THINKER, PAINTER], [PAINTER]], ids=str)
+def test_one_step_level_stage_refuses_keep_for_all_and_nothing_moves(
+    painter: AsyncOmni, stage_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = painter._core.stages[PAINTER]
+    monkeypatch.setattr(part, "config", StepLevel(part.config))
+
+    async def run() -> None:
+        async with painter.subscribe() as events:
+            with slow(painter, PAINTER, 0.2):
+                requests = await one_running_and(painter, "queued")
+                with pytest.raises(NotImplementedError, match=r"stage 1 runs single steps.*Nothing changed"):
+                    await painter.pause_generation("keep", stage_ids)
+                assert pauses(painter) == [("OPEN", None)] * 2
+                assert [(await r)[-1].state for r in requests] == ["finished"] * 2
+            await painter.pause_generation("wait")
+            moved = await anext(e async for e in events if isinstance(e, StateEvent))
+        assert (moved.pause_state, moved.reason) == ("PAUSING", "pause wait")  # the first that moved anything
+
+    asyncio.run(run())
+    seen = [asyncio.run(journal(painter, stage_id)) for stage_id in (THINKER, PAINTER)]
+    assert [len(places(entries, "barrier begins")) for entries in seen] == [1, 0]  # the thinker's, of the wait
+
+
+@pytest.mark.rule(Rule.ALL_OR_NONE)
+@pytest.mark.parametrize("bad", [{"stage_ids": [THINKER, 9]}, {"mode": "stop"}], ids=str)
+def test_a_wrong_argument_pauses_no_stage(painter: AsyncOmni, bad: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="othing changed"):
+        asyncio.run(painter.pause_generation(**{"mode": "keep", **bad}))
+    assert pauses(painter) == [("OPEN", None)] * 2
+
+
+@pytest.mark.rule(Rule.INFLIGHT)
+@pytest.mark.parametrize("mode", MODES)
+def test_wait_for_inflight_requests_overrides_the_mode(painter: AsyncOmni, mode: str) -> None:
+    asyncio.run(painter.pause_generation(mode, wait_for_inflight_requests=True))
+    assert pauses(painter) == [("PAUSED", "wait")] * 2
+
+
+# ------------------------------------------------------------------------------- pause during a pause
+
+
+@pytest.mark.rule(Rule.SAME_TWICE)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_equal_pauses_one_after_the_other_are_one(painter: AsyncOmni, mode: str) -> None:
+    async def run() -> None:
+        await painter.pause_generation(mode)
+        await journal(painter)
+        await painter.pause_generation(mode)
+        assert pauses(painter) == [("PAUSED", mode)] * 2
+        assert not places(await journal(painter), "barrier begins")
+        await painter.resume_generation()
+        assert not await painter.is_paused()
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.SAME_TWICE)
+def test_two_equal_pauses_at_once_are_one_barrier_and_both_return_after_it(painter: AsyncOmni) -> None:
+    async def run() -> None:
+        with slow(painter, PAINTER, BATCH_S):
+            requests = await one_running_and(painter, "queued")
+            pauses_ = [await pausing(painter), asyncio.create_task(painter.pause_generation("keep", [PAINTER]))]
+            await asyncio.gather(*pauses_)
+        assert len(places(await journal(painter), "barrier begins")) == 1
+        await painter.resume_generation()
+        assert all([(await r)[-1].images for r in requests])
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.SAME_TWICE)
+def test_a_pause_that_joined_another_ends_by_its_own_deadline(painter: AsyncOmni) -> None:
+    async def run() -> None:
+        with slow(painter, PAINTER, BATCH_S):
+            await one_running_and(painter)
+            first = await pausing(painter)
+            with pytest.raises(DeadlineError, match="did not complete"):
+                await painter.pause_generation("keep", [PAINTER], timeout=0.05)
+            assert pauses(painter)[PAINTER] == ("PAUSING", "keep")
+            await first
+        assert pauses(painter)[PAINTER] == ("PAUSED", "keep")
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.SAME_TWICE, Rule.CANCELLED)
+@pytest.mark.parametrize("how", ["cancelled", "too late"])
+def test_a_pause_that_joined_one_that_failed_goes_on_by_itself(painter: AsyncOmni, how: str) -> None:
+    async def run() -> None:
+        with slow(painter, PAINTER, BATCH_S):
+            await one_running_and(painter)
+            first = await pausing(painter, timeout=0.1 if how == "too late" else None)
+            others = [asyncio.create_task(painter.pause_generation("keep", [PAINTER])) for _ in range(2)]
+            await asyncio.sleep(0.02)
+            if how == "cancelled":
+                first.cancel()
+            with pytest.raises((asyncio.CancelledError, DeadlineError)):
+                await first
+            await asyncio.gather(*others)
+        assert pauses(painter)[PAINTER] == ("PAUSED", "keep")
+        assert len(places(await journal(painter), "barrier begins")) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.OTHER_MODE)
+def test_an_abort_takes_over_from_a_wait_at_once(painter: AsyncOmni) -> None:
+    async def run() -> None:
+        with held(painter, THINKER):
+            request = write(painter)
+            await until(lambda: stage(painter, THINKER).running)
+            wait = await pausing(painter, "wait", THINKER)
+            abort = await pausing(painter, "abort", THINKER)
+            with pytest.raises(PauseError, match=r"another pause \(abort\) took over"):
+                await asyncio.wait_for(wait, 5)
+        await abort
+        assert (await request)[-1].state == "aborted"
+        assert pauses(painter)[THINKER] == ("PAUSED", "abort")
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.OTHER_MODE)
+@pytest.mark.parametrize(("then", "state"), [("abort", "aborted"), ("wait", "finished")])
+def test_frozen_requests_of_a_paused_ar_stage_follow_the_next_pauses_mode(
+    painter: AsyncOmni, then: str, state: str
+) -> None:
+    async def run() -> None:
+        alone = await tokens(painter)
+        with slow(painter, THINKER, 0.02):
+            request = write(painter)
+            await until(lambda: stage(painter, THINKER).running)
+            await painter.pause_generation("keep", [THINKER])
+            assert not request.done()
+            await painter.pause_generation(then, [THINKER])
+        end = (await asyncio.wait_for(request, 5))[-1]
+        assert end.state == state
+        assert end.outputs[0].token_ids == (alone if state == "finished" else alone[: len(end.outputs[0].token_ids)])
+        assert pauses(painter)[THINKER] == ("PAUSED", then)
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.OTHER_MODE)
+@pytest.mark.parametrize("then", ["abort", "wait"])
+def test_a_kept_diffusion_stage_stays_kept_whatever_pause_comes_after(painter: AsyncOmni, then: str) -> None:
+    async def run() -> None:
+        with held(painter, PAINTER):
+            requests = await one_running_and(painter, "queued")
+            keep = await pausing(painter)
+            await asyncio.wait_for(painter.pause_generation(then, [PAINTER]), 5)  # admission is closed already
+            assert not keep.done()
+        await keep
+        await painter.pause_generation(then)
+        assert pauses(painter) == [("PAUSED", then), ("PAUSED", "keep")]
+        assert not requests[1].done()
+        assert stage(painter).queued == 1
+        await painter.sleep([PAINTER])
+        await painter.wake_up([PAINTER])
+        assert len(places(await journal(painter), "execute begins")) == 1
+        await painter.resume_generation()
+        assert (await requests[1])[-1].images
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.OTHER_MODE)
+def test_a_keep_after_a_wait_stops_the_diffusion_stage_too(painter: AsyncOmni) -> None:
+    async def run() -> None:
+        with slow(painter, PAINTER, 0.2):
+            requests = await one_running_and(painter, "queued")
+            await painter.pause_generation("wait", [PAINTER])
+            await painter.pause_generation("keep", [PAINTER])
+            assert (pauses(painter)[PAINTER], stage(painter).queued) == (("PAUSED", "keep"), 1)
+            await painter.resume_generation()
+            assert all([(await r)[-1].images for r in requests])
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------------- resume, failure, cancellation
+
+
+@pytest.mark.rule(Rule.RESUME_WINS)
+def test_a_pause_after_a_resume_during_a_pause_takes_one_batch_and_not_the_whole_queue(painter: AsyncOmni) -> None:
+    async def run() -> None:
+        with held(painter, PAINTER):
+            requests = [draw(painter, steps) for steps in range(2, 10)]  # eight batches
+            await until(lambda: stage(painter).queued == 7)
+            first = await pausing(painter)
+            await painter.resume_generation()
+            with pytest.raises(PauseError, match="was resumed while it was pausing"):
+                await asyncio.wait_for(first, 5)
+            second = await pausing(painter)
+        await second
+        assert (stage(painter).queued, pauses(painter)[PAINTER]) == (7, ("PAUSED", "keep"))
+        await painter.resume_generation()
+        assert all([(await r)[-1].images for r in requests])
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.FAILED_STAYS_CLOSED, Rule.RETRY_OR_RESUME)
+@pytest.mark.parametrize("way_out", ["retry", "resume"])
+def test_a_rank_that_can_not_come_to_rest_fails_the_pause_and_the_scheduler_stays_closed(
+    painter: AsyncOmni, way_out: str
+) -> None:
+    async def run() -> None:
+        before = await golden(painter)
+        with slow(painter, PAINTER, 0.2):
+            requests = await one_running_and(painter, "queued")
+            with (
+                fault(painter, PAINTER, "barrier", RuntimeError("device lost")),
+                pytest.raises(PauseError, match=r"device lost; it is PAUSE_FAILED.*resume_generation"),
+            ):
+                await painter.pause_generation("keep")
+        assert pauses(painter) == [("PAUSED", "keep"), ("PAUSE_FAILED", "keep")]
+        assert (await requests[0])[-1].images
+        await until(lambda: not executing(painter))
+        assert stage(painter).queued == 1
+        assert len(places(await journal(painter), "execute begins")) == 2  # golden's, and the one that ran
+        if way_out == "retry":
+            await painter.pause_generation("keep")
+            assert pauses(painter) == [("PAUSED", "keep")] * 2
+            await painter.sleep()
+            await painter.wake_up()
+        await painter.resume_generation()
+        assert (await requests[1])[-1].images
+        assert await golden(painter) == before
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.RETRY_OR_RESUME)
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_failed_keep_is_not_made_good_by_a_pause_that_only_closes_admission(painter: AsyncOmni, mode: str) -> None:
+    async def run() -> None:
+        with slow(painter, PAINTER, BATCH_S):
+            await one_running_and(painter)
+            with pytest.raises(DeadlineError):
+                await painter.pause_generation("keep", [PAINTER], timeout=0.05)
+            with pytest.raises(PauseError, match=r"stage 1 is PAUSE_FAILED.*mode='keep'.*resume_generation.*Nothing"):
+                await painter.pause_generation(mode)
+            assert pauses(painter) == [("OPEN", None), ("PAUSE_FAILED", "keep")]
+            await painter.pause_generation("keep")
+        assert pauses(painter) == [("PAUSED", "keep")] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.CANCELLED)
+@pytest.mark.parametrize("way_out", ["retry", "resume"])
+def test_a_cancelled_pause_leaves_the_scheduler_closed_until_a_retry_or_a_resume(
+    painter: AsyncOmni, way_out: str
+) -> None:
+    async def run() -> None:
+        with slow(painter, PAINTER, BATCH_S):
+            requests = await one_running_and(painter, "queued")
+            pause = await pausing(painter)
+            started = time.monotonic()
+            pause.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pause
+            assert time.monotonic() - started < 1
+            await until(lambda: pauses(painter)[PAINTER] == ("PAUSE_FAILED", "keep"))
+            assert (await requests[0])[-1].images
+            await until(lambda: not executing(painter))
+            assert (stage(painter).queued, requests[1].done()) == (1, False)
+            if way_out == "retry":
+                await painter.pause_generation("keep")
+                assert pauses(painter) == [("PAUSED", "keep")] * 2
+        await painter.resume_generation()
+        assert (await requests[1])[-1].images
+
+    asyncio.run(run())
+
+
+@pytest.mark.rule(Rule.RESUME_WINS)
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_a_resume_during_the_barrier_of_an_ar_stage_loses_no_token(painter: AsyncOmni, clear_cache: bool) -> None:
+    async def run() -> None:
+        alone = await tokens(painter)
+        await journal(painter, THINKER)
+        with slow(painter, THINKER, 0.4, "barrier"):
+            with slow(painter, THINKER, 0.05):
+                request = write(painter)
+                await until(lambda: stage(painter, THINKER).running)
+                pause = await pausing(painter, "keep", THINKER, clear_cache=clear_cache)
+                await until(lambda: painter._core.stages[THINKER].at_rest)
+                await painter.resume_generation()
+            with pytest.raises(PauseError, match="was resumed"):
+                await pause
+            assert (await request)[-1].outputs[0].token_ids == alone
+        seen = await journal(painter, THINKER)
+        assert len(places(seen, "execute begins")) == len(alone) + 1  # nothing was computed twice
+
+    asyncio.run(run())

@@ -10,11 +10,13 @@ import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import StageBusyError
-from omni_notebook.protocol import RequestEvent
+from omni_notebook.protocol import LoRARequest, RequestEvent
+from tests import adapters
 from tests.engine.engine_helpers import collect, golden, reset, slow, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from omni_notebook.protocol import OmniRequestOutput
 
@@ -186,5 +188,26 @@ def test_a_restart_begins_a_half_drawn_image_again(steps: AsyncOmni) -> None:
             await until(lambda: steps.status().stages[1].running == 1)
             await steps.restart(1)
         assert await request == before
+
+    asyncio.run(run())
+
+
+def test_adapters_are_on_at_every_step_and_only_for_who_named_them(steps: AsyncOmni, tmp_path: Path) -> None:
+    tensors = adapters.matrices(steps._core.stages[1].model.adaptable, size=2.0)
+    adapter = LoRARequest("inked", 1, str(adapters.write(tmp_path / "inked", tensors)))
+
+    async def run() -> None:
+        plain = await golden(steps, sampling_params=PARAMS)
+        await steps.add_lora(adapter, [1])
+        try:
+            inked = await golden(steps, sampling_params=PARAMS, lora_request=adapter)
+            assert distance(list(inked[1]), list(plain[1])) > 1
+            both = await asyncio.gather(
+                collect(steps, sampling_params=PARAMS, lora_request=adapter), collect(steps, sampling_params=PARAMS)
+            )
+            for outputs, alone in zip(both, (inked, plain), strict=True):  # another batch of the thinker: rounding
+                assert distance(list(outputs[-1].images[0].tobytes()), list(alone[1])) < 0.5
+        finally:
+            await steps.remove_lora(1)
 
     asyncio.run(run())

@@ -249,9 +249,10 @@ def test_sleep_with_a_mode_quiesces_a_busy_stage_first(engine: AsyncOmni, mode: 
     async def run() -> None:
         alone = await golden(engine, sampling_params={"seed": 5, "num_inference_steps": 30})
         params = {"seed": 5, "num_inference_steps": 30}
-        requests = [asyncio.create_task(collect(engine, sampling_params=params)) for _ in range(7)]
-        await until(lambda: engine.status().stages[1].running and engine.status().stages[1].queued)
-        await engine.sleep([1], level=2, mode=mode)
+        with slow(engine, 1, 0.5):
+            requests = [asyncio.create_task(collect(engine, sampling_params=params)) for _ in range(7)]
+            await until(lambda: engine.status().stages[1].queued and not engine.status().stages[1].in_transit)
+            await engine.sleep([1], level=2, mode=mode)
         assert engine.status().stages[1].state == "ASLEEP"
         await engine.wake_up([1])
         ends = [(await r)[-1] for r in requests]

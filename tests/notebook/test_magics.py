@@ -31,7 +31,6 @@ def test_a_mistake_is_one_red_line_and_fails_the_cell(cell):
         "%omni start no/such/folder.yaml",
         "%omni start ByteDance-Seed/BAGEL-7B-MoT",
         "%omni start --executor ray",
-        "%omni start --step-execution",
         "%%omni generate --seed 1\n   \n",
         "%%omni sleep\nx",
         "%omni generate",

@@ -149,7 +149,11 @@ class _Load:
         if self._sent and stage.state == MemoryState.NEEDS_WEIGHTS:
             return NeedsWeightsError(self._broken_off(error))
         if isinstance(error, ConfigError | DeadlineError):
-            error.args = (f"{error}; nothing changed, stage {stage.stage_id} is {stage.state}",)
+            number = stage.stage_id
+            now = f"nothing changed, stage {number} is {stage.state}"
+            if _failed(stage):
+                now = f"stage {number} has FAILED, call restart({number})"
+            error.args = (f"{error}; {now}",)
         return error
 
     def _broken_off(self, error: Exception) -> str:

@@ -276,10 +276,9 @@ def test_a_load_cancelled_while_it_runs_leaves_whole_weights_or_none(engine: Asy
             await engine.load_weights(1, FOLDERS[1])
         assert seen <= {"AWAKE", "NEEDS_WEIGHTS"}
         assert "NEEDS_WEIGHTS" in seen
+        await until(lambda: not any(thread.name == "omni-tensors" for thread in threading.enumerate()), 5)
 
-    before = threading.active_count()
     asyncio.run(run())
-    assert threading.active_count() <= before
 
 
 def test_an_engine_shuts_down_while_an_iterator_is_stuck(stuck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +334,8 @@ def test_a_rank_that_hangs_while_it_takes_tensors_fails_its_stage(
 
     async def run() -> None:
         before = await golden(engine)
-        with slow(engine, 1, 1.5, "load_tensors"), pytest.raises(DeadlineError, match="did not answer 'load_tensors'"):
+        says = r"did not answer 'load_tensors' .*; stage 1 has FAILED, call restart\(1\)$"
+        with slow(engine, 1, 1.5, "load_tensors"), pytest.raises(DeadlineError, match=says):
             await engine.load_weights(1, stream(others()), timeout=0.3)
         assert state(engine) == "FAILED"
         await engine.restart(1)

@@ -308,8 +308,6 @@ def test_a_restart_after_a_rank_was_killed_does_not_either_and_not_the_second_ti
 def test_requests_that_waited_at_a_restart_run_on_the_weights_that_come_next(engine: AsyncOmni) -> None:
     async def run() -> None:
         await engine.load_weights(1, stream(others()), version="mine")
-        await engine.pause_generation(mode="wait", stage_ids=[0])
-        await engine.resume_generation()
         with slow(engine, 1, 0.3):
             requests = [asyncio.create_task(collect(engine, sampling_params=PARAMS)) for _ in range(6)]
             await until(lambda: engine.status().stages[1].queued)

@@ -34,6 +34,7 @@ PUBLIC = [
     "__version__",
     "current",
     "errors",
+    "history",
     "last_acks",
     "plot_reclaimed",
     "load_ipython_extension",

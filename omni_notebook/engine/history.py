@@ -118,7 +118,7 @@ class History:
 
     def _select(self, connection: Any, limit: int) -> Any:
         where, values = self.wanted.where(self._newest_id)
-        sql = f"SELECT {_COLUMNS} {_FROM} WHERE {where} ORDER BY a.time DESC, a.id DESC LIMIT ?"  # noqa: S608
+        sql = f"SELECT {_COLUMNS} {_FROM} WHERE {where} ORDER BY a.time DESC, a.id DESC LIMIT ?"
         return connection.execute(sql, (*values, limit))
 
     def __iter__(self) -> Iterator[PastAck]:
@@ -145,8 +145,12 @@ class History:
         """How many, of which there are more."""
         if not self.newest:
             return f"no ACK in {self.path} matches" if self._newest_id else f"no history yet: no ACK is in {self.path}"
-        ranks = f"{len(self.newest)} ACK{'s' if len(self.newest) > 1 else ''}"
-        return ranks if self.complete else f"the newest {ranks}; there are older ones (limit)"
+        acks = f"{len(self)} ACK{'s' if len(self) > 1 else ''}"
+        if self.complete:
+            return acks
+        return (
+            f"{acks}, the newest {LIMIT} shown" if self.wanted.limit is None else f"the newest {acks}, there are more"
+        )
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row an ACK; `time` in UTC.
@@ -204,8 +208,10 @@ def history(
     """Past ACKs of all sessions on this machine, newest first.
 
     Args:
-        stage, rank, session: only theirs; None = all.
+        stage: only this one's; None = all.
+        rank: only this one's, in every stage and replica.
         since: "2h", "2026-11-29", a datetime, a timedelta before now, or seconds since 1970.
+        session: only this run of an engine.
         errors: only ACKs whose status is ERROR.
         limit: at most so many; None = all.
 
@@ -244,7 +250,7 @@ def moment(since: str | dt.datetime | dt.timedelta | float) -> float:
             return _moment_in_words(since.strip().lower())
         return float(since)
     except (ValueError, TypeError, OverflowError, OSError):
-        msg = f"since={since!r} is no time; write {SINCE_FORMS}"
+        msg = f"{since!r} is no time; write {SINCE_FORMS}"
         raise ArgumentError(msg) from None
 
 

@@ -6,7 +6,6 @@ import csv
 import datetime as dt
 import io
 import json
-import os
 from html import escape
 from itertools import compress
 from pathlib import Path
@@ -18,6 +17,7 @@ from omni_notebook import units
 from omni_notebook.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import pandas as pd
@@ -47,9 +47,7 @@ FIELDS = (
     "error_msg",
 )
 """The columns of a DataFrame and of a CSV file."""
-_OF_METADATA = frozenset(
-    {"replica", "mapped_bytes", "latency_ms", "level", "noop", "weight_version", "error_code"}
-)
+_OF_METADATA = frozenset({"replica", "mapped_bytes", "latency_ms", "level", "noop", "weight_version", "error_code"})
 COLUMNS = (
     "when",
     "session",
@@ -110,7 +108,9 @@ def cells(ack: PastAck) -> tuple[str, ...]:
         units.NONE if slept else units.size(mapped),
         units.milliseconds(facts.get("latency_ms")),
         facts.get("weight_version") or units.NONE,
-        "; ".join(str(part) for part in (facts.get("error_code"), ack.error_msg, _noop(facts), facts.get("note")) if part),
+        "; ".join(
+            str(part) for part in (facts.get("error_code"), ack.error_msg, _noop(facts), facts.get("note")) if part
+        ),
     )
 
 
@@ -205,7 +205,7 @@ def html_lines(history: History) -> Iterator[str]:
     yield _PAGE.format(title=escape(history.title), head=head)
     for ack in history:
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells(ack))
-        yield f'<tr{"" if ack.ok else " class=error"}>{row}</tr>\n'
+        yield f"<tr{'' if ack.ok else ' class=error'}>{row}</tr>\n"
     yield "</tbody></table></body></html>\n"
 
 

@@ -37,8 +37,8 @@ END = float("inf")
 AGAIN_S = 0.02
 
 _BEFORE_INT, _AFTER_INT = -(2**63) - 1, 2**63
-_ACK = """INSERT INTO acks (session_id, time, "order", task_id, status, stage_id, replica, rank, freed_bytes, latency_ms,
-level, weight_version, error_code, error_msg, ack) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_ACK = """INSERT INTO acks (session_id, time, "order", task_id, status, stage_id, replica, rank, freed_bytes,
+latency_ms, level, weight_version, error_code, error_msg, ack) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 _STATE = """INSERT INTO states (session_id, time, stage_id, state, level, pause_state, reason)
 VALUES (?, ?, ?, ?, ?, ?, ?)"""
 _AUDIT = "INSERT INTO audits (session_id, time, verdict, report) VALUES (?, ?, ?, ?)"
@@ -63,7 +63,7 @@ class Ledger:
         self._trouble: str | None = None
         self._busy: LedgerBusyError | None = None
         self._retry_s = 0.0
-        self._end_s: float | None = None
+        self._end_s = END
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------------------------ taking
@@ -96,10 +96,11 @@ class Ledger:
         why = self._trouble
         if why is None:
             return ()
-        return (
+        line = (
             f"no history is kept: {why}. Orders go on, the last {KEPT} records wait in memory until the file can be "
-            f"written; {VARIABLE} names another file, or off",
+            f"written; {VARIABLE} names another file, or off"
         )
+        return (line,)
 
     async def written(self) -> None:
         """Return once all that was taken is committed, at the latest after `WAIT_S`; at once while that fails."""
@@ -153,10 +154,9 @@ class Ledger:
         with self._changed:
             while True:
                 now = time.monotonic()
-                ending = self._end_s is not None
-                if self._records and now >= self._retry_s and not (ending and now > self._end_s):
+                if self._records and self._retry_s <= now <= self._end_s:
                     return list(islice(self._records, BATCH))
-                if ending:
+                if self._end_s < END and (not self._records or now > self._end_s):
                     return []
                 self._changed.wait(max(self._retry_s - now, 0.0) if self._records else None)
 
@@ -176,8 +176,8 @@ class Ledger:
         with self._changed:
             self._trouble = why
             self._retry_s = time.monotonic() + RETRY_S
-            if self._end_s is not None:
-                self._end_s = 0.0
+            if self._end_s < END:
+                self._end_s = 0.0  # there is no later
         self._release()
 
     def _succeeded(self, last: int) -> None:

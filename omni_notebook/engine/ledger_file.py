@@ -141,7 +141,7 @@ def _connect(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _make(path: Path) -> None:
-    """A new empty file of the person's own. One that exists is not opened here: closing it would drop SQLite's locks."""
+    """A new empty file that its owner alone reads; one that exists is not opened: closing it ends SQLite's locks."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -156,15 +156,19 @@ def _check_kind(path: Path) -> None:
 
 def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
     try:
-        if _schema(connection, path) > len(MIGRATIONS):
-            msg = (
-                f"{path} was written by a newer omni_notebook (its schema is {_schema(connection, path)}, this version "
-                f"knows {len(MIGRATIONS)}): update the package"
-            )
-            raise LedgerError(msg)
+        _check_schema(_schema(connection, path), path)
     except BaseException:
         connection.close()
         raise
+
+
+def _check_schema(number: int, path: Path) -> None:
+    if number > len(MIGRATIONS):
+        msg = (
+            f"{path} was written by a newer omni_notebook (its schema is {number}, this version knows "
+            f"{len(MIGRATIONS)}): update the package"
+        )
+        raise LedgerError(msg)
 
 
 def _schema(connection: sqlite3.Connection, path: Path) -> int:

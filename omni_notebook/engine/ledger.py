@@ -222,12 +222,12 @@ def _state_record(event: StateEvent) -> Record:
 
 
 def _as_json(value: Any) -> str:
-    """JSON text of anything; what JSON has no form for as its `str`, half a character pair as its escape."""
+    """JSON text of anything; what JSON has no form for as its `str`, what is no character as a question mark."""
     try:
         return msgspec.json.encode(value, enc_hook=str).decode()
     except (UnicodeEncodeError, TypeError, ValueError, OverflowError, RecursionError):
         plain = asdict(value) if isinstance(value, OmniACK) else value
-        return json.dumps(plain, default=str, skipkeys=True)
+        return json.dumps(plain, default=str, skipkeys=True, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
 def _fitting(*values: Any) -> tuple[Any, ...]:

@@ -148,9 +148,12 @@ def _make(path: Path) -> None:
 
 
 def _check_kind(path: Path) -> None:
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        msg = f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}"
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        msg = f"{path} is {'a folder' if stat.S_ISDIR(found.st_mode) else 'no regular file'}"
+        raise LedgerError(msg)
+    if found.st_size == 1:  # SQLite takes it for an empty database
+        msg = f"{path} is not a ledger (it is one byte long)"
         raise LedgerError(msg)
 
 

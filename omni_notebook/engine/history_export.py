@@ -219,4 +219,4 @@ def as_dataframe(history: History) -> pd.DataFrame:
     rows = [flat(ack) for ack in history]
     frame = pd.DataFrame(rows, columns=list(FIELDS))
     frame["time"] = pd.to_datetime(frame["time"], unit="s", utc=True)
-    return frame
+    return frame.astype({"mapped_bytes": "Int64", "level": "Int64"})

@@ -160,12 +160,14 @@ def test_odd_characters_in_the_path_are_no_matter(tmp_path: Path) -> None:
 
 
 def test_off_keeps_nothing_and_costs_no_thread() -> None:
+    before = threading.active_count()
+
     async def run() -> None:
         async with ledger(None) as one:
             one.take(ack_event())
             await one.written()
             assert one.notes == ()
-            assert not [t for t in threading.enumerate() if t.name == "omni-ledger"]
+            assert threading.active_count() == before
 
     asyncio.run(run())
 
@@ -594,15 +596,15 @@ def test_a_file_that_is_taken_away_while_in_use_is_made_anew(path: Path) -> None
 
 
 def test_a_closed_ledger_holds_no_file_and_no_thread(path: Path) -> None:
-    before = fds()
+    before, threads = fds(), threading.active_count()
 
     async def run() -> None:
         async with ledger(path) as one:
             one.take(ack_event("x"))
             await one.written()
-            assert [t for t in threading.enumerate() if t.name == "omni-ledger"]
+            assert threading.active_count() == threads + 1
         await one.close()
-        await until(lambda: not [t for t in threading.enumerate() if t.name == "omni-ledger"])
+        await until(lambda: threading.active_count() == threads)
 
     asyncio.run(run())
     assert not {name for name in fds() - before if "ledger" in name}

@@ -1,4 +1,4 @@
-"""What every test gets: private homes for IPython, Jupyter and the ledger, and the rule that `make test-all` lets none skip.
+"""What every test gets: private homes for Jupyter, IPython, ledger; and the rule that `make test-all` lets none skip.
 
 Under OMNI_TEST_ALL=1 a skip is a failure, but for tests marked `gpu`: a machine that claims to have run everything has.
 """

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import omni_notebook
 from omni_notebook.errors import LedgerError
+from omni_notebook.protocol import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ OFF = "off"
 APPLICATION_ID = 0x4F4D4E49  # "OMNI", in the file's header
 BUSY_S = 0.2
 TIDY_ROWS = 500
-"""The write-ahead log goes into the file after so many rows, when nobody waits for the writer."""
+LARGE_LOG_BYTES = 4 * MIB
+"""The write-ahead log goes into the file after so many rows, or where one was left so large; when nobody waits."""
 
 MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
@@ -251,6 +253,7 @@ class LedgerFile:
         if self._connection is None:
             self._connection = _writing(self.path)
             self._inode = _inode(self.path)
+            self._untidy = TIDY_ROWS if _log_bytes(self.path) > LARGE_LOG_BYTES else 0
         return self._connection
 
     def _session(self, connection: sqlite3.Connection) -> int:
@@ -332,9 +335,16 @@ def exists(path: Path) -> bool:
         return path.exists()
 
 
+def _log_bytes(path: Path) -> int:
+    try:
+        return _log(path).stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def size_of(path: Path) -> int:
     """Bytes of the file and of its write-ahead log."""
-    return sum(part.stat().st_size for part in (path, _log(path)) if part.exists())
+    return path.stat().st_size + _log_bytes(path)
 
 
 def rows_of(path: Path) -> tuple[int, dict[str, int]]:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 HOSTILE = "<script>alert('x')</script> \udcff \U0001f600"
 
 
+def ledger_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "omni-ledger"}
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "own" / "ledger.db"
@@ -160,14 +164,14 @@ def test_odd_characters_in_the_path_are_no_matter(tmp_path: Path) -> None:
 
 
 def test_off_keeps_nothing_and_costs_no_thread() -> None:
-    before = threading.active_count()
+    before = ledger_threads()
 
     async def run() -> None:
         async with ledger(None) as one:
             one.take(ack_event())
             await one.written()
             assert one.notes == ()
-            assert threading.active_count() == before
+            assert ledger_threads() <= before
 
     asyncio.run(run())
 
@@ -580,6 +584,39 @@ def test_the_log_goes_into_the_file_when_nobody_waits(path: Path) -> None:
     asyncio.run(run())
 
 
+LEAVES_A_LOG = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from omni_notebook.engine import ledger_file
+from tests.engine.ledger_helpers import ack_event, ledger
+ledger_file.TIDY_ROWS = 10**9
+
+async def run(path):
+    async with ledger(path) as one:
+        for n in range(1000):
+            one.take(ack_event(str(n), note="x" * 8000))
+            await one.written()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(run(Path(sys.argv[1])))
+"""
+
+
+def test_a_large_log_that_a_killed_kernel_left_goes_into_the_file(path: Path) -> None:
+    in_process(LEAVES_A_LOG, path).communicate(timeout=60)
+    assert path.stat().st_size < 100_000
+    assert ledger_file._log_bytes(path) > ledger_file.LARGE_LOG_BYTES
+
+    async def run() -> None:
+        async with ledger(path) as one, ledger(path, "another that stays"):
+            one.take(ack_event("next"))
+            await one.written()
+            await until(lambda: path.stat().st_size > ledger_file.LARGE_LOG_BYTES)
+
+    asyncio.run(run())
+    assert len(rows(path)) == 1001
+
+
 def test_a_file_that_is_taken_away_while_in_use_is_made_anew(path: Path) -> None:
     async def run() -> None:
         async with ledger(path) as one:
@@ -596,15 +633,15 @@ def test_a_file_that_is_taken_away_while_in_use_is_made_anew(path: Path) -> None
 
 
 def test_a_closed_ledger_holds_no_file_and_no_thread(path: Path) -> None:
-    before, threads = fds(), threading.active_count()
+    before, threads = fds(), ledger_threads()
 
     async def run() -> None:
         async with ledger(path) as one:
             one.take(ack_event("x"))
             await one.written()
-            assert threading.active_count() == threads + 1
+            assert len(ledger_threads() - threads) == 1
         await one.close()
-        await until(lambda: threading.active_count() == threads)
+        await until(lambda: ledger_threads() <= threads)
 
     asyncio.run(run())
     assert not {name for name in fds() - before if "ledger" in name}

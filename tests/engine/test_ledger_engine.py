@@ -13,7 +13,8 @@ import pytest
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.engine.history import Filter, History
 from omni_notebook.engine.ledger import WAIT_S
-from omni_notebook.errors import ConfigError, SleepError, StageBusyError
+from omni_notebook.engine.ledger_file import LedgerFile
+from omni_notebook.errors import ConfigError, SleepError, StageBusyError, WakeError
 from tests.engine.engine_helpers import collect, fault, slow, until
 from tests.engine.ledger_helpers import in_process, rows
 from tests.executors.executor_helpers import fds, wait_until
@@ -146,6 +147,40 @@ def test_an_audit_is_on_disk_when_the_call_returns(engine: AsyncOmni) -> None:
 def test_a_ready_engine_has_its_session_and_states_on_disk(uni: AsyncOmni, path: Path) -> None:
     assert rows(path, "SELECT id, model FROM sessions") == [(1, "demo")]
     assert states(path, 0) == states(path, 1) == ["AWAKE"]
+
+
+def test_an_order_that_ends_well_or_badly_waits_for_a_slow_disk(
+    uni: AsyncOmni, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LedgerFile.write
+
+    def slower(self: LedgerFile, records: Any) -> None:
+        time.sleep(0.15)
+        real(self, records)
+
+    monkeypatch.setattr(LedgerFile, "write", slower)
+
+    async def run() -> None:
+        acks = await uni.sleep([0])
+        assert rows(path) == [acks[0].task_id]
+        assert states(path, 0)[-1] == "ASLEEP"
+        with fault(uni, 0, "prepare_wake", RuntimeError("no")), pytest.raises(WakeError) as caught:
+            await uni.wake_up([0])
+        assert rows(path) == [acks[0].task_id, caught.value.acks[0].task_id]
+        assert states(path, 0)[-2:] == ["WAKING", "ASLEEP"]
+        await uni.pause_generation("keep", [1])
+        assert rows(path, "SELECT pause_state FROM states ORDER BY id DESC LIMIT 1") == ["PAUSED"]
+        await uni.record_audit("PASS", "{}")
+        assert rows(path, "SELECT count(*) FROM audits") == [1]
+        task = asyncio.create_task(uni.sleep([1]))
+        await until(lambda: uni.status().stages[1].state == "ASLEEP")
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await until(lambda: len(rows(path)) == 3)
+
+    asyncio.run(run())
+    assert uni.status().notes == ()
 
 
 KILLED = """

@@ -1,7 +1,8 @@
 """The ledger's file: where it is, whose it is, its schema, and the one way to write it and to read it.
 
 Append-only SQLite in WAL mode: several kernels write it at once, readers block nobody, and what is committed survives a
-killed process. A file that is anything else than a ledger that this version knows is left as it is.
+killed process. On a network's file system a rollback journal takes the log's place. A file that is anything else than a
+ledger that this version knows is left as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import omni_notebook
 from omni_notebook.errors import LedgerError
+from omni_notebook.memory import host
 from omni_notebook.protocol import MIB
 
 if TYPE_CHECKING:
@@ -70,6 +72,11 @@ _WHY = {
     sqlite3.SQLITE_READONLY: "{path} can not be written ({error})",
     sqlite3.SQLITE_CANTOPEN: "{path} can not be opened ({error})",
 }
+
+_NETWORK_FILESYSTEMS = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "gfs2", "gpfs", "lustre", "nfs", "nfs4"}
+    | {"ocfs2", "panfs", "smb3", "wekafs"}
+)
 
 
 class LedgerBusyError(LedgerError):
@@ -128,7 +135,7 @@ def _writing(path: Path) -> sqlite3.Connection:
     _known(path).close()  # looked at without a right to write: a file of another program stays as it is to the byte
     connection = _connect(path, "mode=rw")
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA journal_mode = {_journal(path)}")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         _migrate(connection, path)
@@ -136,6 +143,11 @@ def _writing(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _journal(path: Path) -> str:
+    """WAL shares memory between processes, which several hosts of one network file system do not have (sqlite.org)."""
+    return "DELETE" if host.filesystem_of(str(path.parent)) in _NETWORK_FILESYSTEMS else "WAL"
 
 
 def _connect(path: Path, how: str) -> sqlite3.Connection:

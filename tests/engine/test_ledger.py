@@ -20,6 +20,7 @@ from omni_notebook.engine import ledger as module
 from omni_notebook.engine import ledger_file
 from omni_notebook.engine.ledger import Ledger
 from omni_notebook.engine.ledger_file import MIGRATIONS, LedgerFile, ledger_path
+from omni_notebook.memory import host
 from omni_notebook.protocol import MemoryEvent, MemoryState, OmniACK, PauseState, RequestEvent, RequestState
 from tests.engine.engine_helpers import until
 from tests.engine.ledger_helpers import ack_event, in_process, ledger, record, rows, state_event
@@ -600,6 +601,24 @@ async def run(path):
 
 asyncio.run(run(Path(sys.argv[1])))
 """
+
+
+def test_a_file_on_a_network_takes_no_shared_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "filesystem_of", lambda _folder: "nfs4")
+    assert record(path, ack_event("first"), model="one") == ()
+
+    async def run() -> None:
+        async with ledger(path) as one, ledger(path) as two:
+            for n in range(20):
+                one.take(ack_event(f"a{n}"))
+                two.take(ack_event(f"b{n}"))
+                await asyncio.gather(one.written(), two.written())
+            assert one.notes == two.notes == ()
+
+    asyncio.run(run())
+    assert rows(path, "PRAGMA journal_mode") == ["delete"]
+    assert sorted(rows(path)) == sorted(["first", *(f"{name}{n}" for name in "ab" for n in range(20))])
+    assert [one.name for one in path.parent.iterdir()] == ["ledger.db"]
 
 
 def test_a_large_log_that_a_killed_kernel_left_goes_into_the_file(path: Path) -> None:

@@ -71,8 +71,10 @@ _PAGE = """<!doctype html>
 body {{ font: 14px/1.4 system-ui, sans-serif; margin: 2em }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ padding: 3px 8px; text-align: left; vertical-align: top; border-bottom: 1px solid rgba(128,128,128,.45) }}
+td:not(:last-child), th {{ white-space: nowrap }}
+h1 {{ font-size: 1.2em }}
 tr.error td:first-child {{ border-left: 4px solid #d55e00 }}
-</style></head><body><h1>{title}</h1><table><thead><tr>{head}</tr></thead><tbody>
+</style></head><body><h1>History of sleeps and wakes: {title}</h1><table><thead><tr>{head}</tr></thead><tbody>
 """
 
 

@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,3 +69,8 @@ def in_process(code: str, *words: Any, **options: Any) -> subprocess.Popen[str]:
     """A Python process that knows this repository; what it prints is read as text."""
     command = [sys.executable, "-c", code, *map(str, words)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def ledger_threads() -> set[threading.Thread]:
+    """The threads that write a ledger now."""
+    return {thread for thread in threading.enumerate() if thread.name == "omni-ledger"}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from omni_notebook import errors
     from omni_notebook.config import PipelineConfig, StageConfig
     from omni_notebook.engine.async_omni import AsyncOmni
+    from omni_notebook.engine.history import history
     from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.protocol import LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
     from omni_notebook.verbs.session import current, last_acks
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "current",
     "errors",
+    "history",
     "last_acks",
     "load_ipython_extension",
     "plot_reclaimed",
@@ -46,6 +48,7 @@ _HOME = {
     "PipelineConfig": "omni_notebook.config",
     "StageConfig": "omni_notebook.config",
     "current": "omni_notebook.verbs.session",
+    "history": "omni_notebook.engine.history",
     "last_acks": "omni_notebook.verbs.session",
     "plot_reclaimed": "omni_notebook.notebook.charts",
 }

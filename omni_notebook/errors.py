@@ -18,6 +18,7 @@
     ├── OutOfMemoryError          host or device memory would not suffice (also a MemoryError)
     ├── WorkerDiedError           a rank's process ended; `.stage_id`, `.rank`, `.log_lines`
     ├── RemoteWorkerError         a rank's process raised an error of a class that is not known here; `.type_name`
+    ├── LedgerError               the file that keeps the history can not be used; it was left as it is
     ├── PeerLostError             a rank lost the others of its tensor-parallel group; restart the stage
     └── EngineClosedError         the engine was shut down
 
@@ -187,6 +188,12 @@ class RemoteWorkerError(OmniError):
         self.type_name = type_name
         self.error_code = type_name
         self.remote_traceback = ""
+
+
+class LedgerError(OmniError):
+    """The file that keeps the history can not be used, and was left as it is; no order raises this."""
+
+    error_code = "LEDGER"
 
 
 class PeerLostError(OmniError):

@@ -433,13 +433,17 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the engine; taking it never waits for a worker and never changes state."""
+    """A snapshot of the engine; taking it never waits for a worker and never changes state.
+
+    `notes` are lines that a person must know, such as why no history is kept.
+    """
 
     model: str
     closed: bool
     paused: bool
     uptime_s: float
     stages: tuple[StageStatus, ...]
+    notes: tuple[str, ...] = ()
     time_s: float = msgspec.field(default_factory=time.time)
 
 

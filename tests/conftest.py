@@ -1,4 +1,4 @@
-"""What every test gets: private homes for IPython and Jupyter, and the rule that `make test-all` lets none skip.
+"""What every test gets: private homes for Jupyter, IPython, ledger; and the rule that `make test-all` lets none skip.
 
 Under OMNI_TEST_ALL=1 a skip is a failure, but for tests marked `gpu`: a machine that claims to have run everything has.
 """
@@ -18,11 +18,12 @@ TEST_ALL = os.environ.get("OMNI_TEST_ALL") == "1"
 
 
 def pytest_configure():
-    """Keep IPython, Jupyter and matplotlib out of the person's own files; set before a test imports them."""
+    """Keep IPython, Jupyter, matplotlib and engines out of the person's own files; set before a test imports them."""
     home = tempfile.mkdtemp(prefix="omni-tests-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)  # first in, last out: IPython still writes its history
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         os.environ[name] = f"{home}/{name.lower()}"
+    os.environ["OMNI_NOTEBOOK_LEDGER"] = f"{home}/ledger/ledger.db"
     os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
     os.environ["MPLBACKEND"] = "agg"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children do

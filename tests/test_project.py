@@ -35,6 +35,7 @@ PUBLIC = [
     "__version__",
     "current",
     "errors",
+    "history",
     "last_acks",
     "plot_reclaimed",
     "load_ipython_extension",

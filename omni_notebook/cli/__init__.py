@@ -1,4 +1,4 @@
-"""The command line: `omni-notebook demo` and `omni-notebook doctor`. What a command needs is loaded when it runs."""
+"""The command line: `omni-notebook demo`, `doctor`, `history`, `where`. What a command needs is loaded when it runs."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ def _run(command: str, args: Namespace) -> int:
         from omni_notebook.cli import demo  # noqa: PLC0415  (loaded when used)
 
         return demo.run(args)
+    if command in {"history", "where"}:
+        from omni_notebook.cli import history  # noqa: PLC0415  (loaded when used)
+
+        return history.run(args) if command == "history" else history.where(args)
     from omni_notebook.cli import doctor  # noqa: PLC0415  (loaded when used)
 
     return doctor.run(args)

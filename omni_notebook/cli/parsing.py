@@ -22,7 +22,10 @@ Writes before-sleep.png and after-wake.png. Exit status: 0 the pictures are iden
 answered ERROR, 2 bad input, 130 interrupted."""
 _DOCTOR = "Say what this machine can run, what it can not, and why."
 _DOCTOR_END = "Exit status: 0 the demo can run here, 1 it can not; the last lines say why."
-COMMANDS = {"demo": _DEMO, "doctor": _DOCTOR}
+_HISTORY = "Show what ranks answered to sleeps and wakes, newest first; no engine is started."
+_WHERE = "Show where the history is kept: the file, its size and its rows."
+_WHERE_END = "Exit status: 0, or 1 if the file can not be used; the last line says why."
+COMMANDS = {"demo": _DEMO, "doctor": _DOCTOR, "history": _HISTORY, "where": _WHERE}
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,7 +66,7 @@ def read(argv: Sequence[str], version: str) -> tuple[str, argparse.Namespace]:
     if command not in COMMANDS:
         msg = f"unknown command {command!r}{did_you_mean(command, COMMANDS)}; commands are: {', '.join(COMMANDS)}"
         raise ArgumentError(msg)
-    make = {"demo": _demo, "doctor": _doctor}[command]
+    make = {"demo": _demo, "doctor": _doctor, "history": _history, "where": _where}[command]
     return command, make().parse_args(rest)
 
 
@@ -113,3 +116,16 @@ def _doctor() -> Parser:
     parser = _command("doctor", _DOCTOR_END)
     parser.add_argument("--json", action="store_true", help="the same facts as JSON")
     return parser
+
+
+def _history() -> Parser:
+    from omni_notebook.verbs.history import add_wishes, number  # noqa: PLC0415  (loaded when used)
+
+    parser = _command("history", "Files get what is shown; with --limit all everything that matches.")
+    parser.add_argument("--stage", type=number, metavar="S", help="only this stage's")
+    add_wishes(parser)
+    return parser
+
+
+def _where() -> Parser:
+    return _command("where", _WHERE_END)

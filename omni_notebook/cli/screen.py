@@ -57,7 +57,8 @@ class TerminalFrontend(PlainFrontend):
             return poll(future, lambda: shown.update(Text(gauge().label)))
 
 
-def _grid(*columns: str, right: Sequence[str] = ()) -> Table:
+def grid(*columns: str, right: Sequence[str] = ()) -> Table:
+    """A table with a head and no other lines; columns in `right` hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left")
@@ -79,7 +80,7 @@ def ack_table(acks: Sequence[OmniACK], names: dict[int, str]) -> Table:
     moved = "freed" if slept else "mapped"
     numbers = (moved, "expected / observed", "residual", "latency")
     columns = ("stage", "rank", "answer", *numbers) if slept else ("stage", "rank", "answer", moved, "latency")
-    table = _grid(*columns, right=numbers)
+    table = grid(*columns, right=numbers)
     for ack in acks:
         table.add_row(*_ack_cells(ack, names, slept=slept))
     return table
@@ -111,7 +112,7 @@ def shared_residual(acks: Sequence[OmniACK]) -> str | None:
 def status_table(status: EngineStatus) -> Table:
     """A row a stage and kind of memory: what is there of what is mapped."""
     numbers = ("resident", "of", "host copy")
-    table = _grid("stage", "state", "memory", *numbers, right=numbers)
+    table = grid("stage", "state", "memory", *numbers, right=numbers)
     for stage in status.stages:
         first, copy = [f"{stage.stage_id} {stage.name}", hints.state_words(stage)], _host_copy(stage)
         for rank in stage.ranks:

@@ -365,6 +365,18 @@ class AsyncOmni(LoRACalls):
         """
         return self._core.logs(stage_id, rank, replica)
 
+    async def record_audit(self, verdict: str, report: Any) -> None:
+        """Put an audit on record in the ledger: its verdict, and its report as JSON text or what JSON can hold.
+
+        Returns once it is on disk, or can not be (`status().notes` says why); raises nothing for that.
+        """
+
+        async def run() -> None:
+            self._core.ledger.record_audit(verdict, report)
+            await self._core.ledger.written()
+
+        await self._run(run)
+
     def subscribe(self) -> Subscription:
         """An async iterator of events from now on: ACKs, state changes, memory samples, request progress."""
         return self._core.hub.subscribe()

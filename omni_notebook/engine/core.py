@@ -13,6 +13,8 @@ from omni_notebook.engine import arguments, pausing
 from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.flow import Asked, Flow
 from omni_notebook.engine.gates import Gates
+from omni_notebook.engine.ledger import Ledger
+from omni_notebook.engine.ledger_file import ledger_path
 from omni_notebook.engine.loras import Loras, check_lora_id, lora_request_from
 from omni_notebook.engine.orders import Orders
 from omni_notebook.errors import ArgumentError, EngineClosedError, StageFailedError, WorkerDiedError
@@ -44,8 +46,9 @@ class Core:
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
-        self.hub = EventHub()
-        self.orders = Orders(self.hub)
+        self.ledger = Ledger(ledger_path(), config.name)
+        self.hub = EventHub(self.ledger.take)
+        self.orders = Orders(self.hub, self.ledger.written)
         self.stages: list[Stage] = []
         self.gates = Gates(self.stages)
         self.closed = False
@@ -62,6 +65,7 @@ class Core:
             Exception: what the first stage that failed raised.
         """
         progress("reading models", 0.0)
+        self.ledger.open()
         for place, config in enumerate(self.config.stages):
             self.stages.append(Stage(place, config, make_executor(config), self._on_change))
         for place, stage in enumerate(self.stages):
@@ -84,6 +88,7 @@ class Core:
         if error is not None:
             await self.shutdown()
             raise error
+        await self.ledger.written()
 
     @staticmethod
     def _connector_to(stage: Stage) -> Connector:
@@ -99,6 +104,7 @@ class Core:
             self.abort(request_id)
         await self.orders.settle(SETTLE_S)
         await asyncio.gather(*(stage.stop() for stage in self.stages if stage.replicas))
+        await self.ledger.close()
         self.hub.close()
 
     def _on_change(self, stage: Stage, reason: str) -> None:
@@ -257,4 +263,5 @@ class Core:
             paused=any(s.pause_state != PauseState.OPEN for s in stages),
             uptime_s=time.monotonic() - self._started_s,
             stages=stages,
+            notes=self.ledger.notes,
         )

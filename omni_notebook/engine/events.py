@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 from omni_notebook.protocol import AckEvent, Event, StateEvent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 SAMPLES_KEPT = 1024
@@ -78,9 +79,10 @@ class Subscription:
 
 
 class EventHub:
-    """Everyone who listens; forgets those that were dropped."""
+    """Everyone who listens; forgets those that were dropped. `record` gets every event first, and may not wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: Callable[[Event], None] | None = None) -> None:
+        self._record = record
         self._lock = threading.Lock()
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._closed = False
@@ -102,6 +104,8 @@ class EventHub:
 
     def push(self, event: Event) -> None:
         """Tell everyone."""
+        if self._record is not None:
+            self._record(event)
         for subscription in self._everyone():
             subscription.push(event)
 

@@ -31,10 +31,14 @@ CANCEL_GRACE_S = 0.8
 
 
 class Orders:
-    """Carries orders out; every method belongs to the engine's loop."""
+    """Carries orders out; every method belongs to the engine's loop.
 
-    def __init__(self, hub: EventHub) -> None:
+    `written` returns once what the hub was told is on disk; a caller sees no order end before.
+    """
+
+    def __init__(self, hub: EventHub, written: Callable[[], Awaitable[None]]) -> None:
         self._hub = hub
+        self._written = written
         self._background: set[asyncio.Task[Any]] = set()
 
     # ----------------------------------------------------------------------------------- sleep
@@ -216,7 +220,7 @@ class Orders:
 
     async def supervise(self, work: Coroutine[Any, Any, T], token: CancelToken) -> T:
         """Await `work`; if the caller goes away, cancel the order, not the work: it rolls back or finishes."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(self._on_record(work))
         self._background.add(task)
         task.add_done_callback(self._forget)
         try:
@@ -225,6 +229,12 @@ class Orders:
             token.cancel()
             await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
             raise
+
+    async def _on_record(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        finally:
+            await self._written()
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)

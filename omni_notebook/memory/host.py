@@ -122,18 +122,27 @@ def disk_free_bytes(folder: str) -> int:
 
 
 def is_in_ram(folder: str) -> bool:
-    """Whether files in `folder` are memory (tmpfs, ramfs). Source: proc_pid_mountinfo(5)."""
+    """Whether files in `folder` are memory (tmpfs, ramfs)."""
+    return filesystem_of(folder) in _RAM_FILESYSTEMS
+
+
+def filesystem_of(folder: str) -> str | None:
+    """The kind of file system that `folder` lies in, "ext4"; None where it is not told. Source: proc_pid_mountinfo(5).
+
+    Raises:
+        OSError: `folder` does not exist.
+    """
     device = Path(folder).stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return False
+        return None
     for line in lines:
         before, _, after = line.partition(" - ")
         if before.split()[2] == wanted:
-            return after.split()[0] in _RAM_FILESYSTEMS
-    return False
+            return after.split()[0]
+    return None
 
 
 def cpu_name() -> str:

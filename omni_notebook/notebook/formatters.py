@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.notebook.history import history_bundle
 from omni_notebook.notebook.results import generation_bundle, status_bundle
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def engine_bundle(engine: Engine) -> dict[str, Any]:
 _BY_NAME: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
     ("omni_notebook.protocol", "EngineStatus"): status_bundle,
     ("omni_notebook.engine.async_omni", "AsyncOmni"): engine_bundle,
+    ("omni_notebook.engine.history", "History"): history_bundle,
     ("omni_notebook.verbs.generating", "Generation"): generation_bundle,
 }
 

@@ -200,7 +200,8 @@ def status_table(status: EngineStatus) -> Table:
     else:
         gate = "closed" if status.paused else "open"
         title = f"{status.model} · admission {gate} · up {status.uptime_s:.0f} s"
-    notes = ("requests: running / queued / in transit / at the gate", *([] if status.closed else _calls(status)))
+    calls = [] if status.closed else _calls(status)
+    notes = ("requests: running / queued / in transit / at the gate", *calls, *status.notes)
     rows = tuple(_stage_row(stage, closed=status.closed) for stage in status.stages)
     return _without_silent(Table(title, STATUS_COLUMNS, rows, notes))
 

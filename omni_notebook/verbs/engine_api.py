@@ -86,6 +86,9 @@ class Engine(Protocol):
     ) -> AsyncIterator[OmniRequestOutput]:
         """Outputs of one request."""
 
+    async def record_audit(self, verdict: str, report: Any) -> None:
+        """Put an audit on record."""
+
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run a coroutine on the engine's loop, from any thread."""
 

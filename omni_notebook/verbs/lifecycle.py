@@ -64,6 +64,7 @@ class Start:
         except KeyboardInterrupt:
             gauge.cancelled = True
             raise InterruptedVerb(_undo(future, replaced=replaced)) from None
+        session.tell_notes()
         return session.engine
 
     def _make_room(self, session: Session, *, replace: bool) -> bool:

@@ -45,6 +45,7 @@ class Session:
         self.acks: list[OmniACK] = []
         self.last_traceback: str | None = None
         self._engine: Engine | None = None
+        self._told: set[str] = set()
 
     @property
     def running(self) -> Engine | None:
@@ -168,10 +169,22 @@ class Session:
 
     def keep(self, acks: Sequence[OmniACK], out: str | None, order: str) -> list[OmniACK]:
         """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown."""
-        states = {stage.stage_id: hints.memory_words(stage) for stage in self._picked(None)}
+        _, status = self._running_status()
+        states = {} if status is None else {stage.stage_id: hints.memory_words(stage) for stage in status.stages}
+        self._tell_notes(status)
         self.acks = self.frontend.dress(acks, order, states)
         self.store(out, self.acks)
         return self.acks
+
+    def tell_notes(self) -> None:
+        """Show what the engine wants a person to know, each line once."""
+        self._tell_notes(self._running_status()[1])
+
+    def _tell_notes(self, status: EngineStatus | None) -> None:
+        for note in () if status is None else status.notes:
+            if note not in self._told:
+                self._told.add(note)
+                self.frontend.write(f"{note}\n")
 
     def store(self, out: str | None, value: object) -> None:
         """Keep `value` in the user's variable `out`, if one was named."""

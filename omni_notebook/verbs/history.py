@@ -1,0 +1,138 @@
+"""`history` and `where`: what ranks answered before, and where that is kept. Both need no engine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omni_notebook import units
+from omni_notebook.engine.history import LIMIT, SINCE_FORMS, facts, history, moment
+from omni_notebook.engine.ledger_file import OFF, VARIABLE
+from omni_notebook.errors import ArgumentError
+from omni_notebook.verbs.parsing import STAGE, VerbParser, add_out, stages
+from omni_notebook.verbs.registry import verb
+
+if TYPE_CHECKING:
+    from omni_notebook.engine.history import History as Found
+    from omni_notebook.engine.history import LedgerFacts
+    from omni_notebook.verbs.session import Session
+
+_TABLES = {"sessions": "sessions", "acks": "ACKs", "states": "state changes", "audits": "audits"}
+
+
+@verb
+class History:
+    """Show what ranks answered, newest first: this engine's ACKs and those of all before it.
+
+    The result has to_dataframe(), to_csv(path), to_json(path) and to_html(path). --csv, --json and --html write what is
+    shown; with --limit all everything that matches.
+    Example: past = %omni history --stage 0 --since 2h --errors
+    """
+
+    name = "history"
+    python = "omni.history(stage=0)"
+
+    def prepare_parser(self, parser: VerbParser) -> None:
+        """What to show, and files to write."""
+        parser.add_argument("--stage", type=stages, metavar=STAGE, help="only this stage's, id or name")
+        add_wishes(parser)
+        add_out(parser)
+
+    def run(self, session: Session, args: argparse.Namespace) -> Found:
+        """The ACKs; files are written before they are shown."""
+        found = read(args, None if args.stage is None else _one_stage(session, args.stage))
+        session.store(args.out, found)
+        return found
+
+
+def _one_stage(session: Session, words: list[str]) -> int:
+    picked = session.stage_ids([words])
+    if picked is None or len(picked) != 1:
+        msg = "omni history takes one stage, or none for all; nothing was read"
+        raise ArgumentError(msg)
+    return picked[0]
+
+
+def add_wishes(parser: argparse.ArgumentParser) -> None:
+    """What to show beside the stage, and files to write; the command line has the same."""
+    add = parser.add_argument
+    add("--rank", type=number, metavar="R", help="only this rank's")
+    add("--since", type=since, metavar="TIME", help=f"only what came after: {SINCE_FORMS}")
+    add("--session", type=number, metavar="N", help="only this session's, as the table numbers them")
+    add("--errors", action="store_true", help="only answers whose status is ERROR")
+    add("--limit", type=limit, default=LIMIT, metavar="N", help=f"at most so many, or all (default {LIMIT})")
+    for kind in ("csv", "json", "html"):
+        add(f"--{kind}", type=Path, metavar="FILE", help=f"also write them to this {kind.upper()} file")
+
+
+def read(args: argparse.Namespace, stage: int | None) -> Found:
+    """The ACKs that a parsed line asks for, after the files that it asks for are written.
+
+    Raises:
+        ArgumentError: a file can not be written.
+        LedgerError: there is no history to read.
+    """
+    found = history(stage, args.rank, args.since, args.session, args.errors, args.limit)
+    for path, write in ((args.csv, found.to_csv), (args.json, found.to_json), (args.html, found.to_html)):
+        if path is not None:
+            write(path)
+    return found
+
+
+def number(text: str) -> int:
+    """An argument type: a whole number from 0 on."""
+    if not text.isascii() or not text.isdecimal():
+        msg = f"{text!r} is not a whole number from 0 on"
+        raise argparse.ArgumentTypeError(msg)
+    return int(text)
+
+
+def limit(text: str) -> int | None:
+    """An argument type: a number, or None for `all`."""
+    return None if text == "all" else number(text)
+
+
+def since(text: str) -> float:
+    """An argument type: seconds since 1970."""
+    try:
+        return moment(text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@verb
+class Where:
+    """Show where the history is kept: the file, its size and its rows.
+
+    OMNI_NOTEBOOK_LEDGER names another file, or off.
+    """
+
+    name = "where"
+
+    def prepare_parser(self, parser: VerbParser) -> None:
+        """Nothing to add."""
+
+    def run(self, session: Session, args: argparse.Namespace) -> None:
+        """Write it, and what hinders the engine that runs."""
+        del args
+        notes = session.running.status().notes if session.running is not None else ()
+        session.frontend.write("\n".join([*where_lines(facts()), *notes, ""]))
+
+
+def where_lines(found: LedgerFacts) -> list[str]:
+    """The facts as lines for a person."""
+    if found.path is None:
+        return [f"ledger  {OFF} ({VARIABLE}): no history is kept"]
+    lines = [f"ledger  {found.path}"]
+    if found.size_bytes is not None:
+        lines.append(f"size    {units.size(found.size_bytes)}")
+    elif found.trouble is None:
+        lines.append("size    not there yet; the first engine makes it")
+    if found.rows:
+        lines.append(f"rows    {' · '.join(f'{words} {found.rows[name]}' for name, words in _TABLES.items())}")
+    if found.schema is not None:
+        lines.append(f"schema  {found.schema}")
+    if found.trouble is not None:
+        lines.append(f"It can not be used: {found.trouble}; it was left as it is. {VARIABLE} names another file")
+    return lines

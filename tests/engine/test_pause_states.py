@@ -140,7 +140,7 @@ def test_the_abort_of_a_request_that_a_pause_holds_gives_its_client_an_end(paint
 @pytest.mark.rule(Rule.ALL_OR_NONE, Rule.STEP_LEVEL)
 @pytest.mark.parametrize("stage_ids", [None, [THINKER, PAINTER], [PAINTER]], ids=str)
 def test_one_step_level_stage_refuses_keep_for_all_and_nothing_moves(
-    painter: AsyncOmni, stage_ids: Any, monkeypatch: pytest.MonkeyPatch
+    painter: AsyncOmni, stage_ids: Any, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     part = painter._core.stages[PAINTER]
     monkeypatch.setattr(part, "config", StepLevel(part.config))
@@ -149,8 +149,9 @@ def test_one_step_level_stage_refuses_keep_for_all_and_nothing_moves(
         async with painter.subscribe() as events:
             with slow(painter, PAINTER, 0.2):
                 requests = await one_running_and(painter, "queued")
-                with pytest.raises(NotImplementedError, match=r"stage 1 runs single steps.*Nothing changed"):
+                with pytest.raises(NotImplementedError, match=r"stage 1 runs single steps.*Nothing changed") as caught:
                     await painter.pause_generation("keep", stage_ids)
+                record_property("cell", f"{type(caught.value).__name__} before anything moves")
                 assert pauses(painter) == [("OPEN", None)] * 2
                 assert [(await r)[-1].state for r in requests] == ["finished"] * 2
             await painter.pause_generation("wait")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import RankId
 
 FRAMES_A_TURN = 64
-LIMBO_S = 0.02
+LIMBO_S = 0.2
 """A process whose connection has ended is given this long to end too."""
 TERMINATE_S = 2.0
 KILL_S = 3.0

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.protocol import OmniACK, OmniRequestOutput, OmniSamplingParams
+    from omni_notebook.verbs.auditing.calls import audit, audit_async
     from omni_notebook.verbs.session import current, last_acks
 
     __version__: str
@@ -28,6 +29,8 @@ __all__ = [
     "PipelineConfig",
     "StageConfig",
     "__version__",
+    "audit",
+    "audit_async",
     "current",
     "errors",
     "last_acks",
@@ -43,6 +46,8 @@ _HOME = {
     "OmniSamplingParams": "omni_notebook.protocol",
     "PipelineConfig": "omni_notebook.config",
     "StageConfig": "omni_notebook.config",
+    "audit": "omni_notebook.verbs.auditing.calls",
+    "audit_async": "omni_notebook.verbs.auditing.calls",
     "current": "omni_notebook.verbs.session",
     "last_acks": "omni_notebook.verbs.session",
     "plot_reclaimed": "omni_notebook.notebook.charts",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.verbs.session import Session
 
-_MODULES = ("look", "lifecycle", "generating", "sleeping", "pausing")
+_MODULES = ("look", "lifecycle", "generating", "sleeping", "pausing", "auditing.verb")
 DEFAULT = "status"
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.protocol import OmniACK, OmniRequestOutput, OmniSamplingParams
     from omni_notebook.verbs.auditing.calls import audit, audit_async
+    from omni_notebook.verbs.borrowing.lease import borrowed
     from omni_notebook.verbs.session import current, last_acks
 
     __version__: str
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "audit",
     "audit_async",
+    "borrowed",
     "current",
     "errors",
     "last_acks",
@@ -48,6 +50,7 @@ _HOME = {
     "StageConfig": "omni_notebook.config",
     "audit": "omni_notebook.verbs.auditing.calls",
     "audit_async": "omni_notebook.verbs.auditing.calls",
+    "borrowed": "omni_notebook.verbs.borrowing.lease",
     "current": "omni_notebook.verbs.session",
     "last_acks": "omni_notebook.verbs.session",
     "plot_reclaimed": "omni_notebook.notebook.charts",

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from omni_notebook.errors import EngineClosedError
-from omni_notebook.verbs.frontend import POLL_S, PlainFrontend
+from omni_notebook.verbs.frontend import POLL_S, PlainFrontend, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_notebook.verbs.frontend import Frontend, Progress
+    from omni_notebook.verbs.frontend import Frontend
     from omni_notebook.verbs.interrupts import Held
 
 _T = TypeVar("_T")
@@ -26,12 +26,16 @@ class Wait(Protocol):
         """The step's result."""
 
 
+def here(frontend: Frontend) -> Frontend:
+    """The front end for waits on this thread: only the main one may show anything."""
+    return frontend if threading.current_thread() is threading.main_thread() else PlainFrontend()
+
+
 class Foreground:
     """Waits in the cell that runs, and shows progress there; `held` are the interrupts that came between steps."""
 
     def __init__(self, frontend: Frontend, held: Held) -> None:
-        on_main = threading.current_thread() is threading.main_thread()
-        self._frontend: Frontend = frontend if on_main else PlainFrontend()  # a thread shows nothing
+        self._frontend = here(frontend)
         self._held = held
 
     def __call__(self, future: Future[_T], gauge: Callable[[], Progress] | None = None) -> _T:
@@ -46,11 +50,15 @@ class Foreground:
 
 
 class Background:
-    """Waits on a thread of its own until `stop` is set; prints nothing, `gauge` tells how far the step is."""
+    """Waits on a thread of its own until `stop` is set; prints nothing, `progress` tells how far the step is."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
-        self.gauge: Callable[[], Progress] | None = None
+        self._gauge: Callable[[], Progress] | None = None
+
+    def progress(self) -> Progress:
+        """How far the present step is."""
+        return Progress("running") if self._gauge is None else self._gauge()
 
     def __call__(self, future: Future[_T], gauge: Callable[[], Progress] | None = None) -> _T:
         """The step's result.
@@ -59,7 +67,7 @@ class Background:
             KeyboardInterrupt: `stop` was set.
             EngineClosedError: the engine was stopped meanwhile.
         """
-        self.gauge = gauge or self.gauge
+        self._gauge = gauge or self._gauge
         while not self.stop.is_set():
             if concurrent.futures.wait([future], timeout=POLL_S).done:
                 return _ended(future.result)

@@ -10,7 +10,7 @@ from omni_notebook import units
 from omni_notebook.palette import GREEN, ORANGE, RED
 from omni_notebook.verbs.auditing import drawing
 from omni_notebook.verbs.auditing.record import Verdict
-from omni_notebook.verbs.auditing.summary import summary
+from omni_notebook.verbs.auditing.summary import not_judged, summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -71,7 +71,7 @@ def fragment(result: AuditResult, *, whole: bool = False) -> str:
 def _head(result: AuditResult) -> str:
     mark, colour = _MARKS[result.record.verdict]
     badge = f'<span class="badge" style="background:{colour}">{mark} {result.verdict}</span>'
-    return f'<h1 class="{result.verdict.lower()}">{badge}{escape(_subject(result))}</h1>'
+    return f'<h1 class="{result.verdict.lower()}">{badge}Audit · {escape(_subject(result))}</h1>'
 
 
 def _subject(result: AuditResult) -> str:
@@ -80,11 +80,12 @@ def _subject(result: AuditResult) -> str:
 
 def _reasons(result: AuditResult) -> str:
     record = result.record
-    if record.verdict is Verdict.PASS:
-        return f"<h2>What was seen</h2>{_list((line, Verdict.PASS) for line in summary(record))}"
+    passed = record.verdict is Verdict.PASS
+    seen = [(line, Verdict.PASS if passed else None) for line in summary(record)]
+    seen += [(line, None) for line in not_judged(record)]
     bad = [f for kind in (Verdict.FAIL, Verdict.WARN) for f in result.findings if f.severity is kind]
-    why = _list((str(finding), finding.severity) for finding in bad)
-    return f"<h2>Why</h2>{why}<h2>What was seen</h2>{_list((line, None) for line in summary(record))}"
+    why = f"<h2>Why</h2>{_list((str(finding), finding.severity) for finding in bad)}" if bad else ""
+    return f"{why}<h2>What was seen</h2>{_list(seen)}"
 
 
 def _list(items: Iterable[tuple[str, Verdict | None]]) -> str:
@@ -119,16 +120,18 @@ _PROCESS_COLUMNS = (
     "before",
     "asleep",
     "awake again",
-    "left / freed (ACKs)",
-    "came back / mapped (ACKs)",
-    "may differ by",
+    "left / freed",
+    "came back / mapped",
+    "tolerance",
     "seen by",
 )
 
 
 def _processes(result: AuditResult) -> str:
     rows = [(_process_cells(cycle, line), line.source is None) for cycle in result.cycles for line in cycle.processes]
-    return _section("Processes: what was seen, and what the ACKs say", _PROCESS_COLUMNS, rows)
+    return _section(
+        "Processes: what left and came back as seen from outside / what their ACKs say", _PROCESS_COLUMNS, rows
+    )
 
 
 def _process_cells(cycle: Cycle, line: ProcessLine) -> tuple[str, ...]:

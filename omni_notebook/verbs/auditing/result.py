@@ -12,7 +12,7 @@ import msgspec
 
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.verbs.auditing.record import Verdict
-from omni_notebook.verbs.auditing.summary import summary
+from omni_notebook.verbs.auditing.summary import not_judged, summary
 
 if TYPE_CHECKING:
     import os
@@ -58,7 +58,10 @@ class AuditResult:
     def reasons(self) -> list[str]:
         """Why the verdict is what it is: failures, then warnings; of a PASS, what was seen."""
         bad = [f for kind in (Verdict.FAIL, Verdict.WARN) for f in self.findings if f.severity is kind]
-        return [f"{finding.severity}: {finding}" for finding in bad] or summary(self.record)
+        return [f"{finding.severity}: {finding}" for finding in bad] or [
+            *summary(self.record),
+            *not_judged(self.record),
+        ]
 
     def __repr__(self) -> str:
         """The verdict, its reasons, and what was seen."""

@@ -20,6 +20,12 @@ def summary(record: Record) -> list[str]:
     return [*_memory(record.cycles), *_outputs(record), *_probes(record.cycles), *_growth(record.cycles)]
 
 
+def not_judged(record: Record) -> list[str]:
+    """What nobody asked it to judge."""
+    few = len(record.cycles) < GROWTH_CYCLES
+    return [f"whether the residual grows was not judged: that takes {GROWTH_CYCLES} cycles"] if few else []
+
+
 def _memory(cycles: Sequence[Cycle]) -> Iterator[str]:
     last = cycles[-1]
     ranks = f"{len(last.ranks)} rank{'s' if len(last.ranks) > 1 else ''}"
@@ -69,9 +75,6 @@ def _probes(cycles: Sequence[Cycle]) -> Iterator[str]:
 
 
 def _growth(cycles: Sequence[Cycle]) -> Iterator[str]:
-    if len(cycles) < GROWTH_CYCLES:
-        yield f"whether the residual grows was not judged: that needs {GROWTH_CYCLES} cycles"
-        return
     by_pid: dict[int | None, list[int]] = {}
     for process in (process for cycle in cycles for process in cycle.processes):
         if process.asleep_bytes is not None:

@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError, OmniError
+from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.calls import in_front
 from omni_notebook.verbs.auditing.judging import GROWTH_CYCLES
 from omni_notebook.verbs.auditing.plan import PROMPT, SEED, plan_from
-from omni_notebook.verbs.interrupts import InterruptedVerb
+from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
+from omni_notebook.verbs.jobs import Work, add_background
 from omni_notebook.verbs.parsing import VerbParser, add_out, add_stages, size
 from omni_notebook.verbs.registry import verb
+from omni_notebook.verbs.waits import Background, in_thread
 
 if TYPE_CHECKING:
     import argparse
 
     from omni_notebook.verbs.auditing.plan import Plan
     from omni_notebook.verbs.auditing.result import AuditResult
+    from omni_notebook.verbs.jobs import Job
     from omni_notebook.verbs.session import Session
 
 _FILES = ("html", "json", "csv")
@@ -49,10 +53,15 @@ class Audit:
         for kind in _FILES:
             parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the report as {kind.upper()}")
         add_out(parser)
+        add_background(parser)
 
-    def run(self, session: Session, args: argparse.Namespace) -> AuditResult:
-        """The result; it is kept and written before an interrupt that came too late is raised."""
+    def run(self, session: Session, args: argparse.Namespace) -> AuditResult | Job[AuditResult]:
+        """The result; it is kept before an interrupt that came too late is raised. With --bg a job that comes to it."""
         plan, files = _plan(session, args), _files(args)
+        if args.bg:
+            job = _in_background(session, plan, files)
+            session.store(args.out, job)
+            return job
         try:
             result = in_front(session.engine, plan, session.frontend)
         except InterruptedVerb as interrupt:
@@ -62,6 +71,21 @@ class Audit:
         session.store(args.out, result)
         write(result, files)
         return result
+
+
+def _in_background(session: Session, plan: Plan, files: dict[str, Path]) -> Job[AuditResult]:
+    engine, wait = session.engine, Background()
+    plan.stages(engine.status())  # a refusal is this line's, not the job's
+
+    def work() -> AuditResult:
+        result = Auditor(engine, plan, wait).run()
+        write(result, files)
+        return result
+
+    with interrupts_held():
+        future = in_thread(work, "omni-audit")
+        line = f"audit --level {plan.level} --cycles {plan.cycles}"
+        return session.jobs.start(Work(line, future, stop=wait.stop.set, gauge=wait.progress))
 
 
 def _plan(session: Session, args: argparse.Namespace) -> Plan:

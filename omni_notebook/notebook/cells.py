@@ -13,20 +13,25 @@ from omni_notebook.verbs.frontend import drop_frames
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+_NOTHING = "nothing was changed"
+
 
 def check(shell: InteractiveShell, source: str) -> None:
     """Compile a cell as IPython does.
 
     Raises:
-        SyntaxError: it is no Python.
-        ArgumentError: it awaits, and the kernel's event loop is busy with the cell that would wait for it.
+        ArgumentError: it is no Python, or it awaits, and the kernel's event loop is busy with the cell that would wait.
     """
-    code = shell.transform_cell(source)  # type: ignore[no-untyped-call]
-    compile(code, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    try:
+        code = shell.transform_cell(source)  # type: ignore[no-untyped-call]
+        compile(code, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError as error:
+        msg = f"the cell is no Python: {error.msg} in its line {error.lineno}: {(error.text or '').strip()}; {_NOTHING}"
+        raise ArgumentError(msg) from None
     if _in_a_loop() and shell.should_run_async(source, transformed_cell=code):
         msg = (
             "a cell that awaits can not be run from a magic: write `async with omni_notebook.borrowed(...):` in a "
-            "plain cell; nothing was changed"
+            f"plain cell; {_NOTHING}"
         )
         raise ArgumentError(msg)
 

@@ -58,7 +58,7 @@ class Frontend(Protocol):
         """Let an error that is raised outside of a verb show as one line, where this front end can."""
 
     def check_cell(self, source: str) -> None:
-        """Raise SyntaxError or ArgumentError if `run_cell` could not run this."""
+        """Raise ArgumentError or SyntaxError if `run_cell` could not run this."""
 
     def run_cell(self, source: str) -> BaseException | None:
         """Run the user's code; what it raised, not shown yet and with no frame's local variables kept alive."""

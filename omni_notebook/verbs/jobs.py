@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import threading
 import time
@@ -15,7 +14,7 @@ from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import Progress
 from omni_notebook.verbs.parsing import VerbParser, add_out
 from omni_notebook.verbs.registry import verb
-from omni_notebook.verbs.waits import here
+from omni_notebook.verbs.waits import ended, here
 
 if TYPE_CHECKING:
     import argparse
@@ -158,11 +157,7 @@ class Job(Generic[_T]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> _T:
-        if not self.done:
-            loop = asyncio.get_running_loop()
-            ended = asyncio.Event()
-            self._work.future.add_done_callback(lambda _ended: _tell(loop, ended))
-            await ended.wait()
+        await ended(self._work.future)
         return self._value()
 
     def cancel(self) -> bool:
@@ -221,11 +216,6 @@ class Job(Generic[_T]):
             self._session.frontend.shorten(error)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(ended.set)
-
-
 class JobList(list[Job[Any]]):
     """Jobs, oldest first, as a cell shows them."""
 
@@ -249,8 +239,8 @@ class Jobs:
             self._count += 1
             job = Job(self._count, work, self._session)
             self._jobs.append(job)
-            ended = [one for one in self._jobs if one.done]
-            for one in ended[: max(0, len(ended) - KEPT)]:
+            over = [one for one in self._jobs if one.done]
+            for one in over[: max(0, len(over) - KEPT)]:
                 self._jobs.remove(one)
         return job
 

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from omni_notebook import units
 from omni_notebook.errors import EngineClosedError, OmniError
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing import judging, lines, outputs
@@ -22,7 +23,6 @@ from omni_notebook.verbs.auditing.probe import Probe
 from omni_notebook.verbs.auditing.record import MEANING, Cycle, Finding, Record, Source, Verdict
 from omni_notebook.verbs.auditing.result import AuditResult
 from omni_notebook.verbs.frontend import Progress
-from omni_notebook.verbs.gauges import MemoryGauge
 from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.session import CANCEL_GRACE_S
 from omni_notebook.verbs.waits import in_thread
@@ -65,6 +65,7 @@ class Auditor:
         self._last: Made | None = None
         self._findings: list[Finding] = []
         self._cycles: list[Cycle] = []
+        self._step_words = "before the first cycle"
 
     @property
     def _ids(self) -> list[int]:
@@ -109,10 +110,17 @@ class Auditor:
             text = "outputs were not compared: two runs before the sleep did not give the same either"
             self._findings.append(Finding(severity=Verdict.WARN, text=text, sources=(Source.OUTPUT,)))
 
-    def _generate(self, label: str) -> Made:
+    def progress(self) -> Progress:
+        """Which step of which cycle."""
+        share = len(self._cycles) / self._plan.cycles
+        return Progress(
+            f"cycle {min(len(self._cycles) + 1, self._plan.cycles)} of {self._plan.cycles}: {self._step_words}", share
+        )
+
+    def _generate(self, words: str) -> Made:
         assert self._route is not None  # noqa: S101  (callers look)
         work = outputs.generate(self._engine, self._plan.prompt, self._plan.params, self._route)
-        return self._step(work, lambda: Progress(label))
+        return self._step(work, words)
 
     # ---------------------------------------------------------------------------------- cycles
 
@@ -193,9 +201,10 @@ class Auditor:
     def _probe(self) -> ProbeLine:
         stop = threading.Event()
         probe = Probe(self._plan.probe_bytes, stop)
+        self._step_words = f"taking {units.size(self._plan.probe_bytes)} as a trainer would"
         future = in_thread(probe.take, "omni-audit-probe")
         try:
-            return self._wait(future, probe)
+            return self._wait(future, self.progress)
         except KeyboardInterrupt:
             stop.set()
             concurrent.futures.wait([future], timeout=CANCEL_GRACE_S)
@@ -203,13 +212,12 @@ class Auditor:
 
     # ----------------------------------------------------------------------------------- steps
 
-    def _step(
-        self, work: Coroutine[Any, Any, _T], gauge: Callable[[], Progress] | None = None, *, must_end: bool = False
-    ) -> _T:
+    def _step(self, work: Coroutine[Any, Any, _T], words: str, *, must_end: bool = False) -> _T:
         """One of the engine's coroutines; one that nobody waits for any more is called off, unless it must end."""
+        self._step_words = words
         future = self._engine.submit(work)
         try:
-            return self._wait(future, gauge)
+            return self._wait(future, self.progress)
         except KeyboardInterrupt:
             if not must_end:
                 future.cancel()
@@ -219,10 +227,8 @@ class Auditor:
         self, make: Callable[[Engine], Coroutine[Any, Any, list[OmniACK]]], *, falling: bool
     ) -> tuple[list[OmniACK], float]:
         """A sleep or a wake and the milliseconds that the call took."""
-        gauge = MemoryGauge(self._ids, falling=falling)
-        gauge.engine = self._engine
         started_s = time.perf_counter()
-        acks = self._step(make(self._engine), gauge, must_end=not falling)
+        acks = self._step(make(self._engine), "falling asleep" if falling else "waking", must_end=not falling)
         return acks, (time.perf_counter() - started_s) * 1000
 
     def _leave(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.plan import PROMPT, SEED, plan_from
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.session import CANCEL_GRACE_S, current, session
-from omni_notebook.verbs.waits import Background, Foreground, in_thread
+from omni_notebook.verbs.waits import Background, Foreground, ended, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,15 +73,16 @@ async def audit_async(engine: Any = None, stage_ids: Sequence[int] | int | None 
         raise ArgumentError(msg) from None
     wait = Background()
     auditor = Auditor(current() if engine is None else engine, plan, wait)
-    running = asyncio.wrap_future(in_thread(auditor.run, "omni-audit"))
+    running = in_thread(auditor.run, "omni-audit")
     try:
-        return await asyncio.shield(running)
+        await ended(running)
     except asyncio.CancelledError:
         wait.stop.set()
-        await asyncio.wait({running}, timeout=2 * CANCEL_GRACE_S)
-        if running.done() and not running.cancelled():
-            running.exception()  # seen: it says that it was interrupted
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2 * CANCEL_GRACE_S):
+                await ended(running)
         raise
+    return running.result()
 
 
 def in_front(engine: Engine, plan: Plan, frontend: Frontend) -> AuditResult:

@@ -11,7 +11,6 @@ from omni_notebook.memory.host import host_memory
 from omni_notebook.protocol import MIB
 from omni_notebook.verbs.auditing.child import Child
 from omni_notebook.verbs.auditing.record import ProbeLine
-from omni_notebook.verbs.frontend import Progress
 
 if TYPE_CHECKING:
     import threading
@@ -25,7 +24,7 @@ _RESERVE_SHARE = 0.02
 
 
 class Probe:
-    """Takes `asked_bytes` step by step; `stop` ends it, and it tells how far it is when called.
+    """Takes `asked_bytes` step by step; `stop` ends it.
 
     `room` says what the machine, or the cgroup, still has; a reserve of it (256 MiB or 2 %) is never touched.
     """
@@ -35,10 +34,6 @@ class Probe:
         self._stop = stop
         self._room = room
         self._taken = 0
-
-    def __call__(self) -> Progress:
-        """How far it is."""
-        return Progress(f"taking {units.size(self._asked)} as a trainer would", self._taken / max(self._asked, 1))
 
     def take(self) -> ProbeLine:
         """Try; what came of it. All is given back when this returns."""

@@ -20,7 +20,7 @@ from omni_notebook.verbs.frontend import drop_frames
 from omni_notebook.verbs.gauges import MemoryGauge
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.session import CANCEL_GRACE_S, session
-from omni_notebook.verbs.waits import Foreground
+from omni_notebook.verbs.waits import Foreground, ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -283,8 +283,13 @@ class Borrowed:
     async def _await(self, work: Coroutine[Any, Any, list[OmniACK]], *, must_end: bool = False) -> list[OmniACK]:
         """The same on any event loop."""
         future: Future[list[OmniACK]] = self._engine.submit(work)
-        waiting = asyncio.wrap_future(future)
-        return await (asyncio.shield(waiting) if must_end else waiting)
+        try:
+            await ended(future)
+        except asyncio.CancelledError:
+            if not must_end:
+                future.cancel()
+            raise
+        return future.result()
 
     def _leave(self) -> str:
         """Have all woken that slept because of this, without making anyone wait for long; the states now."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_notebook import units
 from omni_notebook.errors import EngineClosedError, OmniError
+from omni_notebook.protocol import MemoryState
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing import judging, lines, outputs
 from omni_notebook.verbs.auditing.outside import Outside
@@ -86,6 +87,7 @@ class Auditor:
         except EngineClosedError:
             raise
         except Exception as error:
+            self._check_open()
             self._add_state(error)
             raise
         self._findings += judging.judge_growth(self._cycles)
@@ -129,10 +131,12 @@ class Auditor:
             try:
                 cycle = self._cycle(number, outside)
             except OmniError as error:
+                self._check_open()
                 if number == 1 or isinstance(error, EngineClosedError):
                     raise
                 self._findings.append(lines.warning(f"cycle {number} was not run: {why(error)}"))
                 return
+            self._check_open()
             self._cycles.append(cycle)
             found = judging.judge_cycle(cycle)
             self._findings += found
@@ -159,15 +163,32 @@ class Auditor:
         )
 
     def _wake(self) -> tuple[list[OmniACK], float]:
-        """Wake; a stage that refuses has failed, and its state is a finding at the end of the cycle."""
+        """Wake what can be; a stage that has failed refuses, and its state is a finding at the end of the cycle."""
+        ids = self._wakeable()
+        if not ids:
+            return [], 0.0
         try:
-            return self._order(lambda engine: engine.wake_up(self._ids, raise_on_error=False), falling=False)
+            return self._order(lambda engine: engine.wake_up(ids, raise_on_error=False), falling=False)
         except EngineClosedError:
             raise
         except OmniError as error:
             text = f"the wake was refused: {why(error)}"
             self._findings.append(Finding(severity=Verdict.FAIL, text=text, sources=(Source.STATUS,)))
             return [], 0.0
+
+    def _check_open(self) -> None:
+        """An engine that was stopped answers in many ways; none of them is a finding.
+
+        Raises:
+            EngineClosedError: it was.
+        """
+        if self._engine.status().closed:
+            msg = "the engine was stopped during the audit, which has no verdict; start a new one"
+            raise EngineClosedError(msg)
+
+    def _wakeable(self) -> list[int]:
+        now = hints.pick(self._engine.status(), self._ids)
+        return [stage.stage_id for stage in now if stage.state is not MemoryState.FAILED]
 
     def _stays_down(self, number: int) -> bool:
         """Whether a stage is not awake after its cycle; a finding says which and what helps."""
@@ -235,17 +256,17 @@ class Auditor:
         """Wake what this audit put to sleep, without making anyone wait for long; the states now."""
         with contextlib.suppress(EngineClosedError):
             if not is_awake(hints.pick(self._engine.status(), self._ids)):
-                waking = self._engine.submit(self._engine.wake_up(self._ids, raise_on_error=False))
+                waking = self._engine.submit(self._engine.wake_up(self._wakeable(), raise_on_error=False))
                 concurrent.futures.wait([waking], timeout=CANCEL_GRACE_S)
         now = hints.pick(self._engine.status(), self._ids)
-        awake = "the stages are awake as before" if is_awake(now) else "the stages are being woken"
-        return f"{awake}; now {hints.describe(now)}"
+        awake = "the stages are awake as before; " if is_awake(now) else ""
+        return f"{awake}now {hints.describe(now)}"
 
     def _add_state(self, error: Exception) -> None:
         """After an error: wake, and let the error say in what state the stages are, unless all is as before."""
         with contextlib.suppress(OmniError, concurrent.futures.CancelledError):
             if not is_awake(hints.pick(self._engine.status(), self._ids)):
-                self._engine.submit(self._engine.wake_up(self._ids, raise_on_error=False)).result()
+                self._engine.submit(self._engine.wake_up(self._wakeable(), raise_on_error=False)).result()
         now = hints.pick(self._engine.status(), self._ids)
         if not is_awake(now) and error.args:
             error.args = (f"{error.args[0]}; now {hints.describe(now)}", *error.args[1:])

@@ -5,7 +5,7 @@ A cycle's findings are made when it ends (`judge_cycle`), those of the whole aud
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,8 @@ RULES = (
     (
         "The residual grows if what a process holds while asleep rises by more than 1 MiB (64 MiB on CUDA) and 0.1 % "
         "of what it frees a cycle, as the median slope over all pairs of cycles but the first one (Theil-Sen), and if "
-        f"that rise is more than {_NOISE_FACTOR:g} times the scatter around it. At least {GROWTH_CYCLES} cycles."
+        f"that rise is more than {_NOISE_FACTOR:g} times the scatter around it, and if it went up in more cycles than "
+        f"down, by two and by a quarter of them. At least {GROWTH_CYCLES} cycles."
     ),
     (
         "Outputs are the same if token ids and pixels are. Pixels that differ by 1 of 255 at most are a WARN where "
@@ -180,7 +181,7 @@ def _growth(lines: Sequence[ProcessLine]) -> Finding | None:
     slope, scatter = trend(held[1:])
     limit = growth_limit(lines)
     rise = slope * (len(held) - 2)
-    grows = slope > limit and rise > _NOISE_FACTOR * scatter
+    grows = slope > limit and rise > _NOISE_FACTOR * scatter and _keeps_rising(held[1:], limit)
     way = " → ".join(units.size(n_bytes) for n_bytes in (held[0], held[1], held[-1]))
     text = (
         f"process {lines[0].pid} ({', '.join(lines[0].ranks)}) {'GROWS' if grows else 'does not grow'}: while asleep "
@@ -188,6 +189,13 @@ def _growth(lines: Sequence[ProcessLine]) -> Finding | None:
         f"(first, second, last of {len(held)} cycles: {way})"
     )
     return Finding(severity=Verdict.FAIL if grows else Verdict.PASS, text=text, sources=(source,))
+
+
+def _keeps_rising(values: Sequence[int], limit: int) -> bool:
+    """Whether it went up more often than down, by two cycles and a quarter of them: one step up is no growth."""
+    steps = [b - a for a, b in pairwise(values)]
+    net = sum(step > limit / 2 for step in steps) - sum(step < -limit / 2 for step in steps)
+    return net >= max(2, len(steps) / 4)
 
 
 def growth_limit(lines: Sequence[ProcessLine]) -> int:

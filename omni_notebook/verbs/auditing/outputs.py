@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from omni_notebook.errors import OmniError
 from omni_notebook.protocol import MemoryState, RequestEvent, RequestState
 from omni_notebook.verbs.auditing.record import OutputLine
 
@@ -96,6 +97,9 @@ async def generate(engine: Engine, prompt: str, params: dict[str, Any], route: R
         source = engine.generate(prompt, request_id, params, output_modalities=route.modalities, admission_timeout=0.0)
         async for output in source:
             made.add(output)
+            if output.state == RequestState.ABORTED:
+                msg = "the audit's own request was aborted by someone"
+                raise OmniError(msg)
         made.ms = (time.perf_counter() - started_s) * 1000
     finally:
         events.close()

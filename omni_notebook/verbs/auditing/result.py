@@ -79,7 +79,7 @@ class AuditResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings; what `to_json` writes."""
-        built: dict[str, Any] = msgspec.to_builtins(self.record)
+        built: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.record))
         return built
 
     def to_json(self, path: str | os.PathLike[str]) -> None:

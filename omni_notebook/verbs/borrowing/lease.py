@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook import units
-from omni_notebook.errors import AsleepError, EngineClosedError, OmniError, SleepError, WakeError
+from omni_notebook.errors import AsleepError, EngineClosedError, OmniError, SleepError, StageFailedError, WakeError
 from omni_notebook.protocol import MemoryState
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing.plan import pick_known
@@ -96,6 +96,7 @@ class Borrowed:
         SleepError: a rank could not; what slept was woken.
     Raises, on leaving:
         WakeError: a rank could not; where memory is lacking the message says who holds it, and the line that wakes.
+        StageFailedError: a stage failed while it slept; the others are awake.
         InterruptedVerb: Ctrl-C; the wake goes on.
     """
 
@@ -152,7 +153,7 @@ class Borrowed:
                 started_s = time.perf_counter()
                 for order in self._wakes():
                     self._woken(self._run(Foreground(self._session.frontend, held), order, falling=False))
-                self.lease.wake_ms = (time.perf_counter() - started_s) * 1000
+                self._gave_back(started_s)
         except KeyboardInterrupt:
             msg = f"interrupted: {self._leave()}"
             raise InterruptedVerb(msg) from None
@@ -184,7 +185,7 @@ class Borrowed:
                 self._woken(await self._await(order(), must_end=True))
         except WakeError as failed:
             raise self._no_room(failed) from None
-        self.lease.wake_ms = (time.perf_counter() - started_s) * 1000
+        self._gave_back(started_s)
 
     # --------------------------------------------------------------------------------- sleeping
 
@@ -235,15 +236,33 @@ class Borrowed:
         tidying.tidy()
 
     def _wakes(self) -> list[Callable[[], Coroutine[Any, Any, list[OmniACK]]]]:
-        """The orders that bring every stage back to what it was; one for all that were awake."""
-        awake = [stage.stage_id for stage in self._before if stage.state is MemoryState.AWAKE]
+        """The orders that bring every stage back to what it was, one for all that were awake; not those that failed."""
+        failed = {stage.stage_id for stage in self._failed()}
+        back = [stage for stage in self._before if stage.stage_id not in failed]
+        awake = [stage.stage_id for stage in back if stage.state is MemoryState.AWAKE]
         orders = [self._wake(awake)] if awake else []
-        for stage in self._before:
+        for stage in back:
             if stage.state is MemoryState.PARTLY_AWAKE:
                 orders.append(self._wake([stage.stage_id], tags=list(stage.awake_tags)))
             elif stage.state is MemoryState.NEEDS_WEIGHTS:
                 orders.append(self._wake([stage.stage_id], reload=False))
         return orders
+
+    def _failed(self) -> list[StageStatus]:
+        now = hints.pick(self._engine.status(), self.lease.stage_ids)
+        return [stage for stage in now if stage.state is MemoryState.FAILED]
+
+    def _gave_back(self, started_s: float) -> None:
+        """All that can wake is awake.
+
+        Raises:
+            StageFailedError: a stage failed while it slept.
+        """
+        self.lease.wake_ms = (time.perf_counter() - started_s) * 1000
+        failed = self._failed()
+        if failed:
+            msg = f"stage {failed[0].stage_id} failed meanwhile: {failed[0].last_error}; now {hints.describe(failed)}"
+            raise StageFailedError(msg)
 
     def _wake(
         self, stage_ids: list[int], *, tags: list[str] | None = None, reload: bool = True

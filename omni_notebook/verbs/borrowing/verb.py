@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import ArgumentError, WakeError
+from omni_notebook.errors import ArgumentError, OmniError
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.borrowing.lease import Borrowed
 from omni_notebook.verbs.frontend import CellError
@@ -58,7 +58,7 @@ class Borrow:
         try:
             with borrowed:
                 error = session.frontend.run_cell(args.cell)
-        except (WakeError, InterruptedVerb):
+        except (OmniError, InterruptedVerb):
             if error is not None:
                 session.frontend.show_error(error)
             raise

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from omni_notebook.engine.history import history
     from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.protocol import LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
+    from omni_notebook.verbs.auditing.calls import audit, audit_async
+    from omni_notebook.verbs.borrowing.lease import borrowed
     from omni_notebook.verbs.session import current, last_acks
 
     __version__: str
@@ -30,6 +32,9 @@ __all__ = [
     "PipelineConfig",
     "StageConfig",
     "__version__",
+    "audit",
+    "audit_async",
+    "borrowed",
     "current",
     "errors",
     "history",
@@ -47,6 +52,9 @@ _HOME = {
     "OmniSamplingParams": "omni_notebook.protocol",
     "PipelineConfig": "omni_notebook.config",
     "StageConfig": "omni_notebook.config",
+    "audit": "omni_notebook.verbs.auditing.calls",
+    "audit_async": "omni_notebook.verbs.auditing.calls",
+    "borrowed": "omni_notebook.verbs.borrowing.lease",
     "current": "omni_notebook.verbs.session",
     "history": "omni_notebook.engine.history",
     "last_acks": "omni_notebook.verbs.session",

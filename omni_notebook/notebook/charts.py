@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from omni_notebook import units
+from omni_notebook import palette, units
 from omni_notebook.protocol import MemoryState
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.protocol import EngineStatus, OmniACK, RankStatus, StageStatus
 
-BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
+BLUE, ORANGE, GREEN, RED, GREY = palette.BLUE, palette.ORANGE, palette.GREEN, palette.RED, palette.GREY
 HOLLOW = "none"
 
 

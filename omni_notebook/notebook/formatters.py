@@ -6,7 +6,10 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.notebook.history import history_bundle
+from omni_notebook.notebook.html import as_html
 from omni_notebook.notebook.results import generation_bundle, status_bundle
+from omni_notebook.notebook.tables import job_table
+from omni_notebook.verbs.jobs import JobList
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +17,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
     from matplotlib.figure import Figure
 
+    from omni_notebook.verbs.auditing.result import AuditResult
     from omni_notebook.verbs.engine_api import Engine
+    from omni_notebook.verbs.jobs import Job
 
 
 def engine_bundle(engine: Engine) -> dict[str, Any]:
@@ -22,11 +27,31 @@ def engine_bundle(engine: Engine) -> dict[str, Any]:
     return status_bundle(engine.status())
 
 
+def audit_bundle(result: AuditResult) -> dict[str, Any]:
+    """An audit shows as its report."""
+    from omni_notebook.notebook import audits  # noqa: PLC0415  (loaded when there is one)
+
+    return audits.audit_bundle(result)
+
+
+def job_bundle(job: Job[Any]) -> dict[str, Any]:
+    """A job shows as a table of one."""
+    return jobs_bundle(JobList([job]))
+
+
+def jobs_bundle(jobs: JobList) -> dict[str, Any]:
+    """Jobs as a table: number, line, state, and how each stands."""
+    return {"text/plain": repr(jobs), "text/html": as_html(job_table(jobs))}
+
+
 _BY_NAME: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
     ("omni_notebook.protocol", "EngineStatus"): status_bundle,
     ("omni_notebook.engine.async_omni", "AsyncOmni"): engine_bundle,
     ("omni_notebook.engine.history", "History"): history_bundle,
     ("omni_notebook.verbs.generating", "Generation"): generation_bundle,
+    ("omni_notebook.verbs.auditing.result", "AuditResult"): audit_bundle,
+    ("omni_notebook.verbs.jobs", "Job"): job_bundle,
+    ("omni_notebook.verbs.jobs", "JobList"): jobs_bundle,
 }
 
 

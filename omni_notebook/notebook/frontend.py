@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.display import display
 
+from omni_notebook.notebook import cells
 from omni_notebook.notebook.results import AckList, image_png
+from omni_notebook.notebook.shortening import shortened
 from omni_notebook.verbs.frontend import PlainFrontend, poll
 
 if TYPE_CHECKING:
@@ -63,6 +65,30 @@ class NotebookFrontend(PlainFrontend):
     def store(self, name: str, value: object) -> None:
         """Into the user's namespace."""
         self._shell.user_ns[name] = value
+
+    def shorten(self, error: BaseException) -> None:
+        """One red line."""
+        shortened(error)
+
+    def check_cell(self, source: str) -> None:
+        """See `cells.check`."""
+        cells.check(self._shell, source)
+
+    def run_cell(self, source: str) -> BaseException | None:
+        """In the user's namespace, as a cell."""
+        return cells.run(self._shell, source)
+
+    def show_error(self, error: BaseException) -> None:
+        """Its rendered traceback."""
+        self.write(cells.rendered(error))
+
+    def forget_error(self) -> None:
+        """What `%debug` would look at goes."""
+        self._shell.InteractiveTB.tb = None
+
+    def namespace(self) -> dict[str, Any]:
+        """The user's variables, and the outputs that IPython keeps in `Out`."""
+        return cells.variables(self._shell)
 
     def preview(self, images: Sequence[Any], label: str) -> None:
         """The images in one place of the cell's output, at most five times a second."""

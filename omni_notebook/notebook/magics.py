@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import display
@@ -11,6 +10,8 @@ from IPython.display import display
 from omni_notebook.errors import OmniError, SleepError, WakeError
 from omni_notebook.notebook import completion, formatters
 from omni_notebook.notebook.frontend import NotebookFrontend
+from omni_notebook.notebook.shortening import shortened
+from omni_notebook.verbs.frontend import CellError
 from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.registry import execute
 from omni_notebook.verbs.session import session
@@ -18,9 +19,6 @@ from omni_notebook.verbs.session import session
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_E = TypeVar("_E", bound=BaseException)
-
-_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
 _SHORT = (OmniError, ValueError, KeyboardInterrupt)
 
 
@@ -31,29 +29,21 @@ class OmniMagics(Magics):
     @line_cell_magic
     def omni(self, line: str, cell: str | None = None) -> object:
         """Carry out a verb: %omni help lists them, %omni alone shows the status."""
+        caught: BaseException
         try:
             return execute(session(), line, cell)
+        except CellError as failed:
+            caught = failed
         except _SHORT as error:
-            caught: BaseException = error
+            caught = error
+        if isinstance(caught, CellError):
+            raise caught.error
         if type(caught) is KeyboardInterrupt:  # it came before the verb began or after it had ended
             caught = InterruptedVerb(f"interrupted; {session().state_now()}")
         # Raised outside the handler: an error raised inside would carry a context that IPython may unfold.
         if isinstance(caught, SleepError | WakeError):
             display(session().acks)  # type: ignore[no-untyped-call]
         raise shortened(caught)
-
-
-def shortened(error: _E) -> _E:
-    """The same error, which IPython now renders as one red line and which holds no frames."""
-    error.__dict__["_render_traceback_"] = functools.partial(red_line, type(error).__name__, str(error))
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
-
-
-def red_line(kind: str, message: str) -> list[str]:
-    """What a cell shows for an error."""
-    kind = "KeyboardInterrupt" if kind == "InterruptedVerb" else kind
-    return [f"{_RED}{kind}: {' '.join(message.split()) or 'interrupted'}{_PLAIN}"]
 
 
 def install(shell: InteractiveShell) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni_notebook import units
 from omni_notebook.notebook import charts
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_notebook.protocol import EngineStatus, OmniACK, StageStatus
+    from omni_notebook.verbs.jobs import Job
 
 MEMORY = "memory: resident / of"
 ACK_COLUMNS = (
@@ -43,6 +44,7 @@ STATUS_COLUMNS = (
     "host backup",
     "note",
 )
+JOB_COLUMNS = ("job", "line", "state", "took", "note")
 BAR = "bar"
 _SILENT = frozenset({"", units.NONE, f"{units.NONE} / {units.NONE}"})
 _OF_A_SLEEP = frozenset({"freed", "expected / observed", "host backup"})  # after a wake the copy is still being written
@@ -246,6 +248,24 @@ def _stage_note(stage: StageStatus, *, alive: bool) -> str:
         f"last error: {hints.in_verbs(stage.last_error)}" if stage.last_error else None,
     ]
     return "; ".join(part for part in parts if part)
+
+
+# --------------------------------------------------------------------------------------------- jobs
+
+
+def job_table(jobs: Sequence[Job[Any]]) -> Table:
+    """A row a job, oldest first."""
+    rows = tuple(_job_row(job) for job in jobs)
+    running = sum(not job.done for job in jobs)
+    return Table(f"{len(jobs)} job{'s' if len(jobs) != 1 else ''}, {running} running", JOB_COLUMNS, rows)
+
+
+def _job_row(job: Job[Any]) -> Row:
+    mark = {"done": "✓ ", "failed": "✗ "}.get(job.state, "")
+    took = units.milliseconds(job.elapsed_s * 1000)
+    return Row(
+        (str(job.number), f"%omni {job.line}", f"{mark}{job.state}", took, job.words()), ok=job.state != "failed"
+    )
 
 
 # --------------------------------------------------------------------------------------------- text

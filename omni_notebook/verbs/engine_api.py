@@ -8,9 +8,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import EngineStatus, LoRARequest, OmniACK, OmniRequestOutput
+    from omni_notebook.protocol import EngineStatus, Event, LoRARequest, OmniACK, OmniRequestOutput
 
 _T = TypeVar("_T")
+
+
+class Events(Protocol):
+    """An iterator of events that ends when it, or the engine, is closed."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Itself."""
+
+    def close(self) -> None:
+        """End it, after what has happened so far."""
 
 
 class Engine(Protocol):
@@ -97,6 +107,9 @@ class Engine(Protocol):
 
     def status(self) -> EngineStatus:
         """A snapshot."""
+
+    def subscribe(self) -> Events:
+        """Events from now on."""
 
     def shutdown(self) -> None:
         """Give everything back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import sys
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -14,8 +15,17 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniACK
 
 _T = TypeVar("_T")
+_CELL = "<cell>"
 
 POLL_S = 0.05
+
+
+class CellError(Exception):
+    """The user's own code raised in a cell that a verb ran; `error` is what it raised, to be shown as it is."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,35 @@ class Frontend(Protocol):
 
     def preview(self, images: Sequence[Any], label: str) -> None:
         """Show unfinished images in the place of those before; no images: take them away."""
+
+    def shorten(self, error: BaseException) -> None:
+        """Let an error that is raised outside of a verb show as one line, where this front end can."""
+
+    def check_cell(self, source: str) -> None:
+        """Raise ArgumentError or SyntaxError if `run_cell` could not run this."""
+
+    def run_cell(self, source: str) -> BaseException | None:
+        """Run the user's code; what it raised, not shown yet and with no frame's local variables kept alive."""
+
+    def show_error(self, error: BaseException) -> None:
+        """Show what `run_cell` returned."""
+
+    def forget_error(self) -> None:
+        """Let go of the frames of the last error that was shown."""
+
+    def namespace(self) -> dict[str, Any]:
+        """The user's variables."""
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Forget the local variables of the frames that an error and its causes keep; frames that still run keep theirs."""
+    waiting, seen = [error], set()
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
 
 
 class PlainFrontend:
@@ -72,6 +111,33 @@ class PlainFrontend:
 
     def preview(self, images: Sequence[Any], label: str) -> None:
         """Text has no place for pictures."""
+
+    def shorten(self, error: BaseException) -> None:
+        """Python shows it as it is."""
+
+    def check_cell(self, source: str) -> None:
+        """Compile it."""
+        compile(source, _CELL, "exec")
+
+    def run_cell(self, source: str) -> BaseException | None:
+        """Run it over `variables`."""
+        try:
+            exec(compile(source, _CELL, "exec"), self.variables)  # noqa: S102  (the user's own code)
+        except BaseException as error:  # noqa: BLE001  (whatever it is, the caller shows it when its work is done)
+            drop_frames(error)
+            return error
+        return None
+
+    def show_error(self, error: BaseException) -> None:
+        """As Python does."""
+        self.write("".join(traceback.format_exception(error)))
+
+    def forget_error(self) -> None:
+        """None is kept here."""
+
+    def namespace(self) -> dict[str, Any]:
+        """Those of the script, and `variables`."""
+        return {**vars(sys.modules["__main__"]), **self.variables}
 
 
 def poll(future: Future[_T], tick: Callable[[], None]) -> _T:

@@ -9,10 +9,20 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import ArgumentError, AsleepError, NeedsWeightsError, OmniError, PausedError, StageFailedError
+from omni_notebook.errors import (
+    ArgumentError,
+    AsleepError,
+    EngineClosedError,
+    NeedsWeightsError,
+    OmniError,
+    PausedError,
+    StageFailedError,
+)
 from omni_notebook.protocol import RequestState
 from omni_notebook.verbs import hints
-from omni_notebook.verbs.interrupts import InterruptedVerb
+from omni_notebook.verbs.frontend import PlainFrontend, Progress
+from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
+from omni_notebook.verbs.jobs import Work, add_background
 from omni_notebook.verbs.lora import find
 from omni_notebook.verbs.parsing import LORA, REQUEST, VerbParser, add_out
 from omni_notebook.verbs.registry import verb
@@ -24,9 +34,11 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniRequestOutput
     from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.frontend import Frontend
+    from omni_notebook.verbs.jobs import Job
     from omni_notebook.verbs.session import Session
 
 
+_SHOWN_CHARS = 40
 _CLOSED = (AsleepError, PausedError, NeedsWeightsError, StageFailedError)
 
 
@@ -86,11 +98,13 @@ class _Stream:
         self._frontend = frontend
         self._label = label
 
-    async def fill(self, source: AsyncIterator[OmniRequestOutput]) -> None:
-        """Runs on the engine's loop; closes the source also when it is cancelled."""
+    async def fill(self, source: AsyncIterator[OmniRequestOutput], *, keep: bool = True) -> None:
+        """Runs on the engine's loop; closes the source also when it is cancelled. `keep` them for a thread to drain."""
         try:
             async for output in source:
                 self.outputs.append(output)
+                if not keep:
+                    self.drain()
         finally:
             if isinstance(source, AsyncGenerator):
                 await source.aclose()
@@ -110,6 +124,15 @@ class _Stream:
             label = "" if self.text else self._label
             self._frontend.write(label + (text[len(self.text) :] if text.startswith(self.text) else f"\n{text}"))
             self.text = text
+
+    def progress(self) -> Progress:
+        """How far the request is, by its last output."""
+        if self.last is None:
+            return Progress("waiting for the first output")
+        metrics = self.last.metrics
+        if metrics.get("step"):
+            return Progress(_how_far(metrics), metrics["step"] / max(metrics.get("num_inference_steps") or 1, 1))
+        return Progress(f"{len(self.text)} characters of text")
 
     def end(self) -> None:
         """Close the line of text that was being written, and take previews away."""
@@ -149,19 +172,22 @@ class Generate:
         parser.add_argument("--lora", metavar=LORA, help="id or name of an adapter (%%omni lora list)")
         parser.add_argument("--text-only", action="store_true", help="end after the text; no image stage is needed")
         add_out(parser)
+        add_background(parser)
 
-    def run(self, session: Session, args: argparse.Namespace) -> Generation:
-        """The text and the images."""
+    def run(self, session: Session, args: argparse.Namespace) -> Generation | Job[Generation]:
+        """The text and the images; with --bg a job that comes to them."""
         prompt = _prompt(args)
-        adapter = None if args.lora is None else find(session.engine.status(), args.lora).lora_int_id
+        args.lora_id = None if args.lora is None else find(session.engine.status(), args.lora).lora_int_id
+        if args.bg:
+            job = _in_background(session, prompt, args)
+            session.store(args.out, job)
+            return job
         draws = not args.text_only and any(stage.kind == "diffusion" for stage in session.engine.status().stages)
         stream = _Stream(session.frontend, "plan: " if draws else "")
         request_id = f"nb-{uuid.uuid4().hex[:8]}"
         begin = time.perf_counter()
         try:
-            session.call(
-                lambda engine: stream.fill(_source(engine, prompt, request_id, args, adapter)), tick=stream.drain
-            )
+            session.call(lambda engine: stream.fill(_source(engine, prompt, request_id, args)), tick=stream.drain)
         except InterruptedVerb as interrupt:
             raise InterruptedVerb(
                 str(interrupt).replace("interrupted;", "interrupted: the request was aborted;")
@@ -178,6 +204,47 @@ class Generate:
         return made
 
 
+class _Mute(PlainFrontend):
+    """Shows nothing: what a request gives behind the notebook is kept, not written."""
+
+    def write(self, text: str) -> None:
+        """Nowhere."""
+
+
+def _in_background(session: Session, prompt: str, args: argparse.Namespace) -> Job[Generation]:
+    engine, stream = session.engine, _Stream(_Mute())
+    request_id = f"nb-{uuid.uuid4().hex[:8]}"
+    source = _source(engine, prompt, request_id, args)
+    with interrupts_held():
+        future = engine.submit(_collect(engine, stream, source, prompt))
+        work = Work(
+            f"generate {prompt if len(prompt) <= _SHOWN_CHARS else prompt[:_SHOWN_CHARS] + '…'}",
+            future,
+            gauge=stream.progress,
+            explain=lambda error: _explain(error, session, args),
+        )
+        return session.jobs.start(work)
+
+
+async def _collect(
+    engine: Engine, stream: _Stream, source: AsyncIterator[OmniRequestOutput], prompt: str
+) -> Generation:
+    """Runs on the engine's loop.
+
+    Raises:
+        EngineClosedError: the engine was stopped, and the request aborted with it.
+    """
+    begin = time.perf_counter()
+    await stream.fill(source, keep=False)
+    last = stream.last
+    if last is not None and last.state == RequestState.ABORTED and engine.status().closed:
+        msg = "the engine was stopped before the request ended; start a new one"
+        raise EngineClosedError(msg)
+    made = _generation(prompt, "" if last is None else last.request_id, stream)
+    made.elapsed_s = time.perf_counter() - begin
+    return made
+
+
 def _prompt(args: argparse.Namespace) -> str:
     line = " ".join(args.prompt).strip()
     cell = (args.cell or "").strip()
@@ -190,9 +257,7 @@ def _prompt(args: argparse.Namespace) -> str:
     return line or cell
 
 
-def _source(
-    engine: Engine, prompt: str, request_id: str, args: argparse.Namespace, adapter: int | None
-) -> AsyncIterator[OmniRequestOutput]:
+def _source(engine: Engine, prompt: str, request_id: str, args: argparse.Namespace) -> AsyncIterator[OmniRequestOutput]:
     modalities = ["text"] if args.text_only else None
     return engine.generate(
         prompt,
@@ -200,7 +265,7 @@ def _source(
         _sampling(args),
         output_modalities=modalities,
         admission_timeout=0.0,
-        lora_request=adapter,
+        lora_request=args.lora_id,
     )
 
 

@@ -23,22 +23,42 @@ class InterruptedVerb(KeyboardInterrupt):
         self.result = result
 
 
+class Held:
+    """Interrupts that have arrived and were not raised yet."""
+
+    def __init__(self) -> None:
+        self._arrived = False
+
+    def note(self, *_signal: object) -> None:
+        """One arrives; a signal handler."""
+        self._arrived = True
+
+    def raise_arrived(self) -> None:
+        """Raise what has arrived, at a place where it tears nothing apart.
+
+        Raises:
+            KeyboardInterrupt: one has arrived.
+        """
+        if self._arrived:
+            self._arrived = False
+            raise KeyboardInterrupt
+
+
 @contextmanager
-def interrupts_held() -> Iterator[None]:
-    """A SIGINT that arrives in here is raised at the end.
+def interrupts_held() -> Iterator[Held]:
+    """A SIGINT that arrives in here is raised at the end, or where the code in here asks for it.
 
     Raises:
         KeyboardInterrupt: one arrived.
     """
+    held = Held()
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or handler is None:
-        yield  # None: set outside Python, and not ours to put back
+        yield held  # None: set outside Python, and not ours to put back
         return
-    arrived: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _frame: arrived.append(number))
+    signal.signal(signal.SIGINT, held.note)
     try:
-        yield
+        yield held
     finally:
         signal.signal(signal.SIGINT, handler)
-    if arrived:
-        raise KeyboardInterrupt
+    held.raise_arrived()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import threading
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from omni_notebook import config, units
 from omni_notebook.errors import ArgumentError
@@ -18,14 +16,14 @@ from omni_notebook.verbs.look import NOTHING_RUNS
 from omni_notebook.verbs.parsing import STAGE, VerbParser, seconds, size, stages
 from omni_notebook.verbs.registry import verb
 from omni_notebook.verbs.session import CANCEL_GRACE_S, Session
+from omni_notebook.verbs.waits import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from concurrent.futures import Future
 
     from omni_notebook.protocol import EngineStatus
     from omni_notebook.verbs.engine_api import Engine
 
-_T = TypeVar("_T")
 _UNSET = argparse.SUPPRESS
 _RUNTIME_HELP = "what runs the model (vllm and diffusers: not in this release)"
 _STEPS_HELP = "diffusion: schedule single denoise steps; images sharpen while they are drawn; no pause --mode keep"
@@ -59,7 +57,7 @@ class Start:
         gauge, future = StartGauge(), None
         try:
             with interrupts_held():
-                future = _in_thread(lambda: _build(args.model, overrides, gauge))
+                future = in_thread(lambda: _build(args.model, overrides, gauge), "omni-start")
             session.use(session.frontend.wait(future, gauge, None))
         except KeyboardInterrupt:
             gauge.cancelled = True
@@ -155,20 +153,6 @@ def _build(model: str, overrides: dict[str, Any], gauge: StartGauge) -> Engine:
     return engine
 
 
-def _in_thread(work: Callable[[], _T]) -> Future[_T]:
-    """Work in a daemon thread, so that the caller can show progress and be interrupted."""
-    future: Future[_T] = Future()
-
-    def target() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
-            future.set_exception(error)
-
-    threading.Thread(target=target, name="omni-start", daemon=True).start()
-    return future
-
-
 def _undo(future: Future[Engine] | None, *, replaced: bool) -> str:
     """Give back what a start made or will have made; what to tell whoever interrupted it."""
     if future is not None:
@@ -219,11 +203,11 @@ def _shut_down(session: Session, engine: Engine) -> None:
     future = None
     try:
         with interrupts_held():
-            future = _in_thread(engine.shutdown)
+            future = in_thread(engine.shutdown, "omni-stop")
         session.frontend.wait(future, None, None)
     except KeyboardInterrupt:
         with contextlib.suppress(TimeoutError):
-            (future or _in_thread(engine.shutdown)).result(CANCEL_GRACE_S)
+            (future or in_thread(engine.shutdown, "omni-stop")).result(CANCEL_GRACE_S)
         ended = "is stopped" if engine.status().closed else "is still being stopped"
         msg = f"interrupted too late: the engine {ended}; no engine is running; %omni start starts one"
         raise InterruptedVerb(msg) from None

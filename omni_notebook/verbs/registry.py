@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs import hints
+from omni_notebook.verbs.frontend import CellError
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.parsing import VerbParser, did_you_mean, split_line
 
@@ -16,7 +17,19 @@ if TYPE_CHECKING:
 
     from omni_notebook.verbs.session import Session
 
-_MODULES = ("look", "lifecycle", "generating", "sleeping", "pausing", "weights", "lora", "history")
+_MODULES = (
+    "look",
+    "lifecycle",
+    "generating",
+    "sleeping",
+    "pausing",
+    "weights",
+    "lora",
+    "auditing.verb",
+    "borrowing.verb",
+    "jobs",
+    "history",
+)
 DEFAULT = "status"
 
 
@@ -104,9 +117,12 @@ def execute(session: Session, line: str, cell: str | None = None) -> object:
         ArgumentError: the line can not be read.
         OmniError: what the verb raises, in the words of verbs. `session.last_traceback` has the details.
         InterruptedVerb: Ctrl-C.
+        CellError: the user's own code in the cell raised.
     """
     try:
         return _carry_out(session, line, cell)
+    except CellError:
+        raise
     except KeyboardInterrupt as error:
         session.note_error(error, line)
         if isinstance(error, InterruptedVerb):

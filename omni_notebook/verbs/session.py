@@ -15,6 +15,7 @@ from omni_notebook.errors import ArgumentError, EngineClosedError
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import Frontend, PlainFrontend
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
+from omni_notebook.verbs.jobs import Jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -38,12 +39,14 @@ class Session:
         frontend: how this session shows things and waits.
         acks: the answers to the last sleep or wake, also when it failed.
         last_traceback: the full traceback of the last error or interrupt, under the line it belongs to.
+        jobs: what runs behind the notebook.
     """
 
     def __init__(self, frontend: Frontend | None = None) -> None:
         self.frontend: Frontend = frontend or PlainFrontend()
         self.acks: list[OmniACK] = []
         self.last_traceback: str | None = None
+        self.jobs = Jobs(self)
         self._engine: Engine | None = None
         self._told: set[str] = set()
 
@@ -169,12 +172,15 @@ class Session:
 
     def keep(self, acks: Sequence[OmniACK], out: str | None, order: str) -> list[OmniACK]:
         """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown."""
-        _, status = self._running_status()
-        states = {} if status is None else {stage.stage_id: hints.memory_words(stage) for stage in status.stages}
-        self._tell_notes(status)
-        self.acks = self.frontend.dress(acks, order, states)
+        self._tell_notes(self._running_status()[1])
+        self.acks = self.dressed(acks, order)
         self.store(out, self.acks)
         return self.acks
+
+    def dressed(self, acks: Sequence[OmniACK], order: str) -> list[OmniACK]:
+        """The answers as this session's front end shows them, with the stages' states as they are now."""
+        states = {stage.stage_id: hints.memory_words(stage) for stage in self._picked(None)}
+        return self.frontend.dress(acks, order, states)
 
     def tell_notes(self) -> None:
         """Show what the engine wants a person to know, each line once."""

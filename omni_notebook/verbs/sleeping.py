@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 from omni_notebook.errors import ArgumentError, SleepError, WakeError
 from omni_notebook.verbs.gauges import MemoryGauge
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
+from omni_notebook.verbs.jobs import Work, add_background
 from omni_notebook.verbs.parsing import TAG, VerbParser, add_mode, add_order, add_stages
 from omni_notebook.verbs.registry import verb
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Coroutine
+    from concurrent.futures import Future
 
     from omni_notebook.protocol import OmniACK
     from omni_notebook.verbs.engine_api import Engine
+    from omni_notebook.verbs.jobs import Job
     from omni_notebook.verbs.session import Session
 
 
@@ -43,15 +46,16 @@ class Sleep:
             "--discard", action="store_true", help="allow level 2 of weights that nothing can reproduce: they are LOST"
         )
         add_order(parser)
+        add_background(parser)
 
-    def run(self, session: Session, args: argparse.Namespace) -> list[OmniACK]:
-        """The ACKs; they are kept before a failure is raised."""
+    def run(self, session: Session, args: argparse.Namespace) -> list[OmniACK] | Job[list[OmniACK]]:
+        """The ACKs; they are kept before a failure is raised. With --bg a job that comes to them."""
         stages = session.stage_ids(args.stages)
 
         def order(engine: Engine) -> Coroutine[Any, Any, list[OmniACK]]:
             return engine.sleep(stages, args.level, args.mode, args.timeout, discard=args.discard)
 
-        return _carry_out(session, order, self.name, stages, args.out)
+        return _begin(session, order, self.name, stages, args)
 
 
 @verb
@@ -72,16 +76,17 @@ class Wake:
         parser.add_argument("--tags", nargs="+", metavar=TAG, help="wake only this memory: weights, kv_cache, …")
         parser.add_argument("--no-reload", action="store_true", help="map, but leave a level 2's weights empty")
         add_order(parser)
+        add_background(parser)
 
-    def run(self, session: Session, args: argparse.Namespace) -> list[OmniACK]:
-        """The ACKs; they are kept before a failure is raised."""
+    def run(self, session: Session, args: argparse.Namespace) -> list[OmniACK] | Job[list[OmniACK]]:
+        """The ACKs; they are kept before a failure is raised. With --bg a job that comes to them."""
         stages = session.stage_ids(args.stages)
         _check_tags(args.tags or [])
 
         def order(engine: Engine) -> Coroutine[Any, Any, list[OmniACK]]:
             return engine.wake_up(stages, args.tags, not args.no_reload, args.timeout)
 
-        return _carry_out(session, order, self.name, stages, args.out)
+        return _begin(session, order, self.name, stages, args)
 
 
 def _check_tags(tags: list[str]) -> None:
@@ -92,6 +97,48 @@ def _check_tags(tags: list[str]) -> None:
             f"%omni wake {' '.join(numbers)} --tags …; nothing was changed"
         )
         raise ArgumentError(msg)
+
+
+def _begin(
+    session: Session,
+    make: Callable[[Engine], Coroutine[Any, Any, list[OmniACK]]],
+    order: str,
+    stages: list[int] | None,
+    args: argparse.Namespace,
+) -> list[OmniACK] | Job[list[OmniACK]]:
+    """In the cell, or behind the notebook."""
+    if not args.bg:
+        return _carry_out(session, make, order, stages, args.out)
+    job = _in_background(session, make, order, stages)
+    session.store(args.out, job)
+    return job
+
+
+def _in_background(
+    session: Session,
+    make: Callable[[Engine], Coroutine[Any, Any, list[OmniACK]]],
+    order: str,
+    stages: list[int] | None,
+) -> Job[list[OmniACK]]:
+    """A job whose answers become the session's last ones when they come, good or bad."""
+    gauge = MemoryGauge(stages, falling=order == "sleep")
+    gauge.engine = engine = session.engine
+    with interrupts_held():
+        future = engine.submit(make(engine))
+        future.add_done_callback(lambda ended: _note_answers(session, order, ended))
+        words = " ".join([order, *map(str, stages or [])])
+        return session.jobs.start(Work(words, future, gauge=gauge, dress=lambda acks: session.dressed(acks, order)))
+
+
+def _note_answers(session: Session, order: str, ended: Future[list[OmniACK]]) -> None:
+    """Runs on the engine's thread: keeps and shows nothing but the answers."""
+    if ended.cancelled():
+        return
+    error = ended.exception()
+    if error is None:
+        session.acks = session.dressed(ended.result(), order)
+    elif isinstance(error, SleepError | WakeError):
+        session.acks = session.dressed(error.acks, order)
 
 
 def _carry_out(

@@ -1,0 +1,85 @@
+"""A whole audit in a few lines, each with who measured its numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_notebook import units
+from omni_notebook.verbs.auditing.judging import GROWTH_CYCLES, trend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from omni_notebook.verbs.auditing.record import Cycle, ProcessLine, Record
+
+
+def summary(record: Record) -> list[str]:
+    """What the audit saw, whatever its verdict: memory going and coming, outputs, the probe, growth."""
+    if not record.cycles:
+        return ["no cycle was run"]
+    return [*_memory(record.cycles), *_outputs(record), *_probes(record.cycles), *_growth(record.cycles)]
+
+
+def not_judged(record: Record) -> list[str]:
+    """What nobody asked it to judge."""
+    few = len(record.cycles) < GROWTH_CYCLES
+    return [f"whether the residual grows was not judged: that takes {GROWTH_CYCLES} cycles"] if few else []
+
+
+def _memory(cycles: Sequence[Cycle]) -> Iterator[str]:
+    last = cycles[-1]
+    ranks = f"{len(last.ranks)} rank{'s' if len(last.ranks) > 1 else ''}"
+    seen = [process for cycle in cycles for process in cycle.processes if process.source is not None]
+    sources = ", ".join(sorted({str(process.source) for process in seen})) or "not available"
+    freed, mapped = (sum(getattr(p, name) for p in last.processes) for name in ("freed_bytes", "mapped_bytes"))
+    left, back = (_total(last.processes, name) for name in ("left_bytes", "came_back_bytes"))
+    gone = max((abs(p.left_bytes - p.freed_bytes) for p in seen if p.left_bytes is not None), default=None)
+    come = max((abs(p.came_back_bytes - p.mapped_bytes) for p in seen if p.came_back_bytes is not None), default=None)
+    yield (
+        f"asleep: {ranks} freed {units.size(freed)} [ack], {units.size(left)} left as seen from outside [{sources}]; "
+        f"no process was off by more than {units.size(gone)}"
+    )
+    yield (
+        f"awake again: {ranks} mapped {units.size(mapped)} [ack], {units.size(back)} came back [{sources}]; no process "
+        f"was off by more than {units.size(come)}"
+    )
+
+
+def _total(processes: Sequence[ProcessLine], name: str) -> int | None:
+    values = [getattr(process, name) for process in processes]
+    return None if None in values else sum(values)
+
+
+def _outputs(record: Record) -> Iterator[str]:
+    made = [cycle.output for cycle in record.cycles if cycle.output is not None]
+    golden = record.golden
+    if golden is None or not made:
+        yield "outputs were not compared"
+        return
+    parts = []
+    if golden.tokens_sha256 is not None:
+        same = sum(line.same_tokens is True for line in made)
+        parts.append(f"{golden.tokens} tokens the same in {same} of {len(made)}")
+    if golden.images_sha256 is not None:
+        same = sum(line.same_images is True for line in made)
+        parts.append(f"{golden.images} image(s) the same in {same} of {len(made)}")
+    yield f"outputs after the wake: {', '.join(parts)} [output]"
+
+
+def _probes(cycles: Sequence[Cycle]) -> Iterator[str]:
+    probes = [cycle.probe for cycle in cycles if cycle.probe is not None]
+    if probes:
+        taken = sum(probe.taken for probe in probes)
+        asked = units.size(probes[0].asked_bytes)
+        yield f"a trainer could have taken {asked} in {taken} of {len(probes)} sleeps [probe]"
+
+
+def _growth(cycles: Sequence[Cycle]) -> Iterator[str]:
+    by_pid: dict[int | None, list[int]] = {}
+    for process in (process for cycle in cycles for process in cycle.processes):
+        if process.asleep_bytes is not None:
+            by_pid.setdefault(process.pid, []).append(process.asleep_bytes)
+    slopes = [trend(held[1:])[0] for held in by_pid.values() if len(held) >= GROWTH_CYCLES]
+    if slopes:
+        most = units.size(round(max(slopes)))
+        yield f"what a process holds while asleep rises by {most} a cycle at most, over {len(cycles)} cycles [smaps]"

@@ -1,0 +1,1 @@
+"""Borrowed memory: stages sleep while someone else's code runs, and wake when it has ended."""

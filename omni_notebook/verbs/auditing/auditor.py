@@ -295,6 +295,12 @@ class Auditor:
         )
 
     def _pictures(self) -> dict[str, list[bytes]]:
-        """PNG files: the golden images, and those after the last wake."""
-        made = {"golden": self._golden, "after the wake": self._last}
-        return {name: list(one.png) for name, one in made.items() if one is not None and one.png}
+        """PNG files: the golden images, those after the last wake, and where the two differ, if they do."""
+        if self._golden is None or self._last is None:
+            return {} if self._golden is None else _named(golden=self._golden.png)
+        differ = outputs.difference_png(self._last.images, self._golden.images)
+        return _named(golden=self._golden.png, after_the_wake=self._last.png, the_difference_brightened=differ)
+
+
+def _named(**files: list[bytes]) -> dict[str, list[bytes]]:
+    return {name.replace("_", " "): list(some) for name, some in files.items() if some}

@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from omni_notebook import units
+from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing.record import Finding, Source, Verdict
 from omni_notebook.worker.ack import TOLERANCE_FLOOR_BYTES, tolerance_bytes
 
@@ -79,20 +80,19 @@ def _ranks(cycle: Cycle) -> Iterator[Finding]:
 
 
 def _error_text(rank: RankLine, order: str, error: str | None) -> str:
+    error = hints.in_verbs(error or "it did not say why")
     if order == "sleep" and rank.sleep_error_code == "UNRECOVERABLE":
         return f"{rank.place} refused the sleep, nothing was lost: {error}"
     return f"{rank.place} answered ERROR to the {order}: {error}"
 
 
 def _missing(cycle: Cycle) -> Iterator[Finding]:
-    """Ranks that did not answer an order which others answered."""
-    for order, statuses in (
-        ("sleep", [rank.sleep_status for rank in cycle.ranks]),
-        ("wake", [rank.wake_status for rank in cycle.ranks]),
+    """Ranks that did not answer; a stage of which nobody answered the wake was not asked, because it has failed."""
+    woken = {rank.stage_id for rank in cycle.ranks if rank.wake_status is not None}
+    for order, absent in (
+        ("sleep", [rank.place for rank in cycle.ranks if rank.sleep_status is None]),
+        ("wake", [rank.place for rank in cycle.ranks if rank.wake_status is None and rank.stage_id in woken]),
     ):
-        if order == "wake" and not any(statuses):
-            continue  # no wake was ordered
-        absent = [rank.place for rank, status in zip(cycle.ranks, statuses, strict=True) if status is None]
         if absent:
             yield _finding(Verdict.FAIL, f"no answer to the {order} from {', '.join(absent)}", _ACK, cycle.number)
 
@@ -113,6 +113,8 @@ def _process(cycle: Cycle, process: ProcessLine) -> Iterator[Finding]:
         text = f"{who} was not looked at from outside: not available ({process.why_not})"
         yield _finding(Verdict.WARN, text, (Source.STATUS,), cycle.number)
         return
+    if not process.freed_bytes and _has_error(cycle, process):
+        return  # a rank that did not sleep says nothing about memory
     sources = (Source.ACK, process.source)
     for told, seen, verbs in (
         (process.freed_bytes, process.left_bytes, ("were freed", "left")),
@@ -128,6 +130,10 @@ def _process(cycle: Cycle, process: ProcessLine) -> Iterator[Finding]:
             f"{units.size(off)} apart, {'within' if agree else 'MORE THAN'} {units.size(bound)}"
         )
         yield _finding(Verdict.PASS if agree else Verdict.FAIL, text, sources, cycle.number)
+
+
+def _has_error(cycle: Cycle, process: ProcessLine) -> bool:
+    return any(rank.place in process.ranks and rank.sleep_status == "ERROR" for rank in cycle.ranks)
 
 
 # ---------------------------------------------------------------------------------- probe and output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -140,6 +141,20 @@ def _max_difference(images: Sequence[Any], golden: Sequence[Any]) -> int | None:
         return None
     pairs = zip(images, golden, strict=True)
     return max(int(np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max()) for a, b in pairs)
+
+
+def difference_png(images: Sequence[Any], golden: Sequence[Any]) -> list[bytes]:
+    """Where the first two images that differ do so, brightened to be seen; nothing where there is none to compare."""
+    import numpy as np  # noqa: PLC0415  (loaded when used)
+    from PIL import Image  # noqa: PLC0415
+
+    for one, other in zip(images, golden, strict=False):
+        if one.size == other.size and one.tobytes() != other.tobytes():
+            off = np.abs(np.asarray(one.convert("RGB"), np.int16) - np.asarray(other.convert("RGB"), np.int16))
+            buffer = io.BytesIO()
+            Image.fromarray((off * 255 // max(int(off.max()), 1)).astype(np.uint8)).save(buffer, format="PNG")
+            return [buffer.getvalue()]
+    return []
 
 
 def _pixels(images: Sequence[Any]) -> list[bytes]:

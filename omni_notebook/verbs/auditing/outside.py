@@ -73,7 +73,8 @@ class Outside:
         if device != "cpu":
             return self._nvml.seen(pid, device)
         if pid not in smaps:
-            return Seen(None, None, f"process {pid} is none of this machine's, or of another session's")
+            ours = "does not come from this one" if psutil.pid_exists(pid) else "is not there, or not on this machine"
+            return Seen(None, None, f"process {pid} {ours}")
         found = smaps[pid]
         if isinstance(found, str):
             return Seen(None, None, found)

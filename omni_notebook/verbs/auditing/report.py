@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MARKS = {Verdict.PASS: ("✓", GREEN), Verdict.WARN: ("!", ORANGE), Verdict.FAIL: ("✗", RED)}
 _OPEN_ROWS = 12
 _STYLE = """
-.omni-audit{color:inherit;font-family:system-ui,sans-serif;line-height:1.45;max-width:1100px}
+.omni-audit{color:inherit;font-family:system-ui,sans-serif;line-height:1.45;max-width:1280px}
 .omni-audit h1{font-size:1.3em;margin:.2em 0;display:flex;gap:.6em;align-items:center;flex-wrap:wrap}
 .omni-audit h2{font-size:1.05em;margin:1.2em 0 .3em}
 .omni-audit .badge{color:#000;padding:.1em .6em;border-radius:.3em;font-weight:700}
@@ -100,7 +100,7 @@ def _charts(result: AuditResult) -> str:
     processes = drawing.chosen(result.cycles)
     if not processes:
         return ""
-    all_of_them = len({(p.pid, p.device) for cycle in result.cycles for p in cycle.processes})
+    all_of_them = len({(p.pid, p.device) for c in result.cycles for p in c.processes if p.source is not None})
     left_out = f" The {len(processes)} largest of {all_of_them} processes." if len(processes) < all_of_them else ""
     figures = "".join(
         f"<figure><figcaption>process {lines[0].pid} · {escape(', '.join(lines[0].ranks))}</figcaption>"

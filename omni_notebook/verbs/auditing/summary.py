@@ -35,19 +35,19 @@ def _memory(cycles: Sequence[Cycle]) -> Iterator[str]:
     left, back = (_total(last.processes, name) for name in ("left_bytes", "came_back_bytes"))
     gone = max((abs(p.left_bytes - p.freed_bytes) for p in seen if p.left_bytes is not None), default=None)
     come = max((abs(p.came_back_bytes - p.mapped_bytes) for p in seen if p.came_back_bytes is not None), default=None)
-    yield (
-        f"asleep: {ranks} freed {units.size(freed)} [ack], {units.size(left)} left as seen from outside [{sources}]; "
-        f"no process was off by more than {units.size(gone)}"
-    )
-    yield (
-        f"awake again: {ranks} mapped {units.size(mapped)} [ack], {units.size(back)} came back [{sources}]; no process "
-        f"was off by more than {units.size(come)}"
-    )
+    yield f"asleep: {ranks} freed {units.size(freed)} [ack], {left} left as seen from outside [{sources}]{_off(gone)}"
+    yield f"awake again: {ranks} mapped {units.size(mapped)} [ack], {back} came back [{sources}]{_off(come)}"
 
 
-def _total(processes: Sequence[ProcessLine], name: str) -> int | None:
-    values = [getattr(process, name) for process in processes]
-    return None if None in values else sum(values)
+def _total(processes: Sequence[ProcessLine], name: str) -> str:
+    """The sum over the processes that could be seen, and how many they are if not all."""
+    values = [value for process in processes if (value := getattr(process, name)) is not None]
+    some = "" if len(values) == len(processes) else f" ({len(values)} of {len(processes)} processes)"
+    return f"{units.size(sum(values))}{some}" if values else "nobody knows what"
+
+
+def _off(n_bytes: int | None) -> str:
+    return "" if n_bytes is None else f"; no process was off by more than {units.size(n_bytes)}"
 
 
 def _outputs(record: Record) -> Iterator[str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omni_notebook.config import PipelineConfig, StageConfig
     from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.notebook.charts import plot_reclaimed
+    from omni_notebook.notebook.dashboard import dashboard, plot_timeline
     from omni_notebook.protocol import OmniACK, OmniRequestOutput, OmniSamplingParams
     from omni_notebook.verbs.session import current, last_acks
 
@@ -29,10 +30,12 @@ __all__ = [
     "StageConfig",
     "__version__",
     "current",
+    "dashboard",
     "errors",
     "last_acks",
     "load_ipython_extension",
     "plot_reclaimed",
+    "plot_timeline",
     "unload_ipython_extension",
 ]
 
@@ -44,8 +47,10 @@ _HOME = {
     "PipelineConfig": "omni_notebook.config",
     "StageConfig": "omni_notebook.config",
     "current": "omni_notebook.verbs.session",
+    "dashboard": "omni_notebook.notebook.dashboard",
     "last_acks": "omni_notebook.verbs.session",
     "plot_reclaimed": "omni_notebook.notebook.charts",
+    "plot_timeline": "omni_notebook.notebook.dashboard",
 }
 
 

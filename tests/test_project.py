@@ -33,9 +33,11 @@ PUBLIC = [
     "StageConfig",
     "__version__",
     "current",
+    "dashboard",
     "errors",
     "last_acks",
     "plot_reclaimed",
+    "plot_timeline",
     "load_ipython_extension",
     "unload_ipython_extension",
 ]

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import display
 
+from omni_notebook.engine import views
 from omni_notebook.errors import OmniError, SleepError, WakeError
 from omni_notebook.notebook import completion, formatters
+from omni_notebook.notebook.dashboard import dashboard
 from omni_notebook.notebook.frontend import NotebookFrontend
 from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.registry import execute
@@ -61,6 +63,7 @@ def install(shell: InteractiveShell) -> None:
     remove(shell)
     session().frontend = NotebookFrontend(shell)
     shell.register_magics(OmniMagics(shell))
+    views.register("dashboard", dashboard)
     completion.install(shell)
     formatters.install(shell)
 

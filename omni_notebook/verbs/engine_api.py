@@ -8,9 +8,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import EngineStatus, OmniACK, OmniRequestOutput
+    from omni_notebook.protocol import EngineStatus, Event, OmniACK, OmniRequestOutput
 
 _T = TypeVar("_T")
+
+
+class Subscription(Protocol):
+    """An async iterator of an engine's events; it ends with the engine."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Itself."""
+
+    def close(self) -> None:
+        """End it, from any thread."""
 
 
 class Engine(Protocol):
@@ -77,6 +87,9 @@ class Engine(Protocol):
 
     def status(self) -> EngineStatus:
         """A snapshot."""
+
+    def subscribe(self) -> Subscription:
+        """Events from now on: ACKs, state changes, memory samples, request progress."""
 
     def shutdown(self) -> None:
         """Give everything back."""

@@ -7,11 +7,14 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from omni_notebook.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from omni_notebook.protocol import OmniACK
+    from omni_notebook.verbs.engine_api import Engine
 
 _T = TypeVar("_T")
 
@@ -44,6 +47,13 @@ class Frontend(Protocol):
     def preview(self, images: Sequence[Any], label: str) -> None:
         """Show unfinished images in the place of those before; no images: take them away."""
 
+    def dashboard(self, engine: Engine) -> object:
+        """A live view of an engine, which shows itself as a cell's result.
+
+        Raises:
+            UnsupportedError: this front end has none.
+        """
+
 
 class PlainFrontend:
     """Text on stdout and no progress: the command line's base, and what tests use. `variables` takes `--out`."""
@@ -72,6 +82,16 @@ class PlainFrontend:
 
     def preview(self, images: Sequence[Any], label: str) -> None:
         """Text has no place for pictures."""
+
+    def dashboard(self, engine: Engine) -> object:
+        """Text has none.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        del engine
+        msg = "the dashboard needs a notebook; omni status shows the state here. Nothing was changed"
+        raise UnsupportedError(msg)
 
 
 def poll(future: Future[_T], tick: Callable[[], None]) -> _T:

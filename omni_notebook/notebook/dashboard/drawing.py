@@ -46,7 +46,7 @@ class Card:
     stage: StageStatus
     html: str
     buttons: tuple[orders.Button, ...]
-    note: str
+    below: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,10 @@ class Drawer:
                 stage,
                 parts.card(stage, closed=closed),
                 orders.buttons(stage, closed=closed),
-                parts.note(*view.notes.get(stage.stage_id, Note())),
+                parts.below(stage, note.text, wrong=note.wrong, closed=closed),
             )
             for stage in view.status.stages
+            for note in (view.notes.get(stage.stage_id, Note()),)
         )
         if view.log.count != self._log_of:
             self._log_of = view.log.count

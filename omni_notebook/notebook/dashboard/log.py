@@ -105,7 +105,7 @@ class Log:
         words = _words(event, self._before.get(event.stage_id))
         self._before[event.stage_id] = event
         if words:
-            failed = event.state == MemoryState.FAILED or event.pause_state == PauseState.PAUSE_FAILED
+            failed = words.startswith("FAILED") or event.pause_state == PauseState.PAUSE_FAILED
             self.moves.append(Moved(event.time_s, at_s, event.stage_id, words, failed))
 
 

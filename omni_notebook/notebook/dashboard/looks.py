@@ -38,7 +38,7 @@ IDS = "omni-ids-"
 
 _BADGES = {
     MemoryState.AWAKE: ("●", GREEN),
-    MemoryState.ASLEEP: ("☾", BLUE),
+    MemoryState.ASLEEP: ("☾", "inherit"),
     MemoryState.FALLING_ASLEEP: ("◐", ORANGE),
     MemoryState.WAKING: ("◐", ORANGE),
     MemoryState.PARTLY_AWAKE: ("◑", SKY),

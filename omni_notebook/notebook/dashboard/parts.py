@@ -75,14 +75,21 @@ def card(stage: StageStatus, *, closed: bool = False) -> str:
     """What a stage is and does."""
     sign, colour = looks.badge(stage.state, closed=closed)
     state = "STOPPED" if closed else hints.memory_words(stage)
+    name, kind = f"{stage.stage_id} {stage.name}", f"{stage.kind} · {stage.runtime} · {_short(stage.model)}"
     title = (
-        f'<div><span class="omni-title">{stage.stage_id} {looks.text(stage.name)}</span> '
-        f'<span class="omni-soft">{looks.text(f"{stage.kind} · {stage.runtime} · {stage.model}")}</span></div>'
+        f'<div title="{looks.text(stage.model)}"><span class="omni-title">{looks.text(name)}</span> '
+        f'<span class="omni-soft">{looks.text(kind)}</span></div>'
         f'<div style="font-weight:600"><span aria-hidden="true" style="color:{colour}">{sign}</span> '
         f"{looks.text(state)}{_pause(stage, closed=closed)}</div>"
     )
     facts = "".join(f"<span>{looks.text(name)}</span><span>{looks.text(text)}</span>" for name, text in _facts(stage))
-    return dash(f'{title}<div class="omni-facts">{facts}</div>{_trouble(stage, closed=closed)}')
+    return dash(f'{title}<div class="omni-facts">{facts}</div>')
+
+
+def _short(model: str) -> str:
+    """The last two parts of a path."""
+    parts = model.rstrip("/").split("/")
+    return model if len(parts) <= 2 else f"…/{'/'.join(parts[-2:])}"
 
 
 def _pause(stage: StageStatus, *, closed: bool) -> str:
@@ -107,6 +114,13 @@ def _more(stage: StageStatus) -> str:
     return "".join(f" · {count} {word}" for count, word in parts if count)
 
 
+def below(stage: StageStatus, words: str, *, wrong: bool, closed: bool = False) -> str:
+    """What stands under a stage's buttons, so that they never move: the last press, trouble, the call that helps."""
+    ink = "omni-alarm" if wrong else "omni-soft"
+    note = f'<div role="status" class="{ink}">{looks.text(" ".join(words.split()))}</div>' if words else ""
+    return dash(note + _trouble(stage, closed=closed))
+
+
 def _trouble(stage: StageStatus, *, closed: bool) -> str:
     lines = []
     dead = [rank for rank in stage.ranks if not rank.alive]
@@ -129,19 +143,10 @@ def mapped_bytes(ranks: Iterable[RankStatus]) -> int:
     return sum(tag.mapped_bytes for rank in ranks for tag in rank.tags.values())
 
 
-def note(text: str, wrong: bool) -> str:
-    """What became of a press; a message of the engine in one line."""
-    if not text:
-        return ""
-    words = looks.text(" ".join(text.split()))
-    return dash(f'<div role="status" class="{"omni-alarm" if wrong else "omni-soft"}">{words}</div>')
-
-
 def notice(text: str) -> str:
     """A line that holds for the whole dashboard."""
-    return dash(
-        f'<div role="status" style="border-left:4px solid {charts.ORANGE};padding-left:8px">{looks.text(text)}</div>'
-    )
+    edge = f"border-left:4px solid {charts.ORANGE};padding-left:8px"
+    return dash(f'<div role="status" style="{edge}">{looks.text(text)}</div>')
 
 
 # ------------------------------------------------------------------------------------------- bars

@@ -43,7 +43,7 @@ LARGE, SMALL = Frame(430, 178), Frame(300, 148)
 _FONT = "font-family:var(--jp-ui-font-family, system-ui, sans-serif)"
 _STRIP_LEFT, _STRIP_WIDE, _STRIP_ROW = 170, 690, 12
 STRIP_WIDTH = _STRIP_LEFT + _STRIP_WIDE + 10
-_LABEL_WIDTH = 5.4
+_LABEL_WIDTH = 6.1
 _NO_RANKS = "no ranks: this engine reports none"
 
 

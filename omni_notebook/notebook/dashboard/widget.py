@@ -28,10 +28,10 @@ _WRAP = {"display": "flex", "flex_flow": "row wrap", "width": "100%", "overflow"
 
 
 class StageCard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
-    """One stage: what it is, its buttons, what became of the last press."""
+    """One stage: what it is, its buttons, and under them what became of the last press."""
 
     def __init__(self, card: Card, press: Callable[[int, Press], None]) -> None:
-        self._text, self._note = widgets.HTML(card.html), widgets.HTML(card.note)
+        self._text, self._below = widgets.HTML(card.html), widgets.HTML(card.below)
         self._buttons = {
             button.press: widgets.Button(
                 description=str(button.press), disabled=not button.enabled, tooltip=button.tooltip
@@ -43,12 +43,12 @@ class StageCard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
             button.on_click(lambda _button, order=order: order())
         row = widgets.HBox(list(self._buttons.values()), layout=widgets.Layout(flex_flow="row wrap"))
         layout = widgets.Layout(flex="1 1 420px", max_width="640px", margin="2px 8px 6px 0", padding="6px 8px")
-        super().__init__([self._text, row, self._note], layout=layout)
+        super().__init__([self._text, row, self._below], layout=layout)
         self.add_class("omni-card")
 
     def show(self, card: Card) -> None:
         """Another state of the same stage."""
-        self._text.value, self._note.value = card.html, card.note
+        self._text.value, self._below.value = card.html, card.below
         for button in card.buttons:
             shown = self._buttons[button.press]
             shown.disabled, shown.tooltip = not button.enabled, button.tooltip
@@ -165,8 +165,7 @@ class Pieces:
         self._accordion = widgets.Accordion([self._table], titles=("The numbers of the charts as a table",))
         self.children = (
             widgets.HTML(style, layout=widgets.Layout(display="none")),
-            self._head,
-            self._notice,
+            widgets.HBox([self._head, self._notice], layout=widgets.Layout(**_WRAP, grid_gap="0 16px")),
             widgets.HBox(list(self._cards.values()), layout=widgets.Layout(**_WRAP)),
             self._chart,
             self._reclaimed,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.engine.history import history
     from omni_notebook.notebook.charts import plot_reclaimed
+    from omni_notebook.notebook.dashboard import dashboard, plot_timeline
     from omni_notebook.protocol import LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
     from omni_notebook.verbs.auditing.calls import audit, audit_async
     from omni_notebook.verbs.borrowing.lease import borrowed
@@ -36,11 +37,13 @@ __all__ = [
     "audit_async",
     "borrowed",
     "current",
+    "dashboard",
     "errors",
     "history",
     "last_acks",
     "load_ipython_extension",
     "plot_reclaimed",
+    "plot_timeline",
     "unload_ipython_extension",
 ]
 
@@ -56,9 +59,11 @@ _HOME = {
     "audit_async": "omni_notebook.verbs.auditing.calls",
     "borrowed": "omni_notebook.verbs.borrowing.lease",
     "current": "omni_notebook.verbs.session",
+    "dashboard": "omni_notebook.notebook.dashboard",
     "history": "omni_notebook.engine.history",
     "last_acks": "omni_notebook.verbs.session",
     "plot_reclaimed": "omni_notebook.notebook.charts",
+    "plot_timeline": "omni_notebook.notebook.dashboard",
 }
 
 

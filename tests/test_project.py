@@ -37,10 +37,12 @@ PUBLIC = [
     "audit_async",
     "borrowed",
     "current",
+    "dashboard",
     "errors",
     "history",
     "last_acks",
     "plot_reclaimed",
+    "plot_timeline",
     "load_ipython_extension",
     "unload_ipython_extension",
 ]

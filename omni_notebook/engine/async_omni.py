@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from omni_notebook.config import PipelineConfig, load_pipeline
-from omni_notebook.engine import arguments
+from omni_notebook.engine import arguments, views
 from omni_notebook.engine.closing import Closer
 from omni_notebook.engine.core import Core
 from omni_notebook.engine.flow import NEVER_S
@@ -380,6 +380,14 @@ class AsyncOmni(LoRACalls):
     def subscribe(self) -> Subscription:
         """An async iterator of events from now on: ACKs, state changes, memory samples, request progress."""
         return self._core.hub.subscribe()
+
+    def dashboard(self) -> Any:
+        """A live view of this engine, shown by the cell that ends with it; `omni_notebook.dashboard(engine)`.
+
+        Raises:
+            UnsupportedError: the notebook extension is not loaded.
+        """
+        return views.open_view("dashboard", self)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run one of this engine's coroutines from a plain thread; cancelling the future cancels the call.

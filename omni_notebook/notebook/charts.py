@@ -41,6 +41,7 @@ FAILED = Look("freed, but the rank answered ERROR", RED, "xx")
 RESIDENT = Look("resident", BLUE, "")
 ABSENT = Look("mapped, not resident", GREY, "//")
 ASLEEP = Look("asleep", HOLLOW, "")
+HOST_COPY = Look("copy on the host", "#CC79A7", "..")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,7 @@ def _legend(bars: Sequence[Bar], y: int) -> str:
 def looks_of(bars: Sequence[Bar]) -> list[Look]:
     """The looks that occur with at least one byte, always in the same order."""
     seen = {segment.look for bar in bars for segment in bar.segments if segment.n_bytes}
-    return [look for look in (FREED, FAILED, MAPPED, RESIDUAL, RESIDENT, ABSENT, ASLEEP) if look in seen]
+    return [look for look in (FREED, FAILED, MAPPED, RESIDUAL, RESIDENT, ABSENT, ASLEEP, HOST_COPY) if look in seen]
 
 
 def _spoken(bar: Bar) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from omni_notebook.protocol import OmniACK
+    from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.frontend import Progress
 
 _T = TypeVar("_T")
@@ -98,6 +99,12 @@ class NotebookFrontend(PlainFrontend):
         elif now >= self._next_picture_s:
             self._next_picture_s = now + _UPDATE_S
             self._pictures.show({"text/plain": label, "image/png": image_png(list(images))})
+
+    def dashboard(self, engine: Engine) -> object:
+        """The widget; it stays when the cell has ended, until it is closed or its engine ends."""
+        from omni_notebook.notebook.dashboard import dashboard  # noqa: PLC0415  (loaded when used)
+
+        return dashboard(engine)
 
 
 class StatusLine:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import display
 
+from omni_notebook.engine import views
 from omni_notebook.errors import OmniError, SleepError, WakeError
 from omni_notebook.notebook import completion, formatters
+from omni_notebook.notebook.dashboard import dashboard
 from omni_notebook.notebook.frontend import NotebookFrontend
 from omni_notebook.notebook.shortening import shortened
 from omni_notebook.verbs.frontend import CellError
@@ -51,6 +53,7 @@ def install(shell: InteractiveShell) -> None:
     remove(shell)
     session().frontend = NotebookFrontend(shell)
     shell.register_magics(OmniMagics(shell))
+    views.register("dashboard", dashboard)
     completion.install(shell)
     formatters.install(shell)
 

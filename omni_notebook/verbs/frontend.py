@@ -8,11 +8,14 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from omni_notebook.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from omni_notebook.protocol import OmniACK
+    from omni_notebook.verbs.engine_api import Engine
 
 _T = TypeVar("_T")
 _CELL = "<cell>"
@@ -71,6 +74,13 @@ class Frontend(Protocol):
 
     def namespace(self) -> dict[str, Any]:
         """The user's variables."""
+
+    def dashboard(self, engine: Engine) -> object:
+        """A live view of an engine, which shows itself as a cell's result.
+
+        Raises:
+            UnsupportedError: this front end has none.
+        """
 
 
 def drop_frames(error: BaseException | None) -> None:
@@ -138,6 +148,16 @@ class PlainFrontend:
     def namespace(self) -> dict[str, Any]:
         """Those of the script, and `variables`."""
         return {**vars(sys.modules["__main__"]), **self.variables}
+
+    def dashboard(self, engine: Engine) -> object:
+        """Text has none.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        del engine
+        msg = "the dashboard needs a notebook; omni status shows the state here. Nothing was changed"
+        raise UnsupportedError(msg)
 
 
 def poll(future: Future[_T], tick: Callable[[], None]) -> _T:

@@ -1,4 +1,4 @@
-"""`status`, `help` and `traceback`: they look and change nothing."""
+"""`status`, `dashboard`, `logs`, `help` and `traceback`: they look and change nothing."""
 
 from __future__ import annotations
 
@@ -40,6 +40,26 @@ class Status:
         status = session.engine.status()
         session.store(args.out, status)
         return status
+
+
+@verb
+class Dashboard:
+    """Show the engine live: a card a stage with buttons, memory over time, every rank's answers.
+
+    It stays live when the cell has ended; its buttons work while other cells run, where the kernel allows it. A saved
+    notebook shows its last state as a picture. `d = %omni dashboard` keeps it: `d` shows it, `d.close()` frees it.
+    """
+
+    name = "dashboard"
+    python = "engine.dashboard()"
+
+    def prepare_parser(self, parser: VerbParser) -> None:
+        """Nothing to add."""
+
+    def run(self, session: Session, args: argparse.Namespace) -> object:
+        """What the front end shows it with."""
+        del args
+        return session.frontend.dashboard(session.engine)
 
 
 @verb

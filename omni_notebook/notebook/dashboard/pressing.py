@@ -1,0 +1,67 @@
+"""A press: the order goes straight to the engine's loop, from whatever thread the kernel calls; the card tells."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook import units
+from omni_notebook.errors import EngineClosedError, SleepError, WakeError
+from omni_notebook.notebook.dashboard import orders
+from omni_notebook.notebook.dashboard.drawing import Note
+from omni_notebook.notebook.results import AckList
+from omni_notebook.protocol import OmniACK
+from omni_notebook.verbs import hints
+from omni_notebook.verbs.session import session
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from omni_notebook.notebook.dashboard.orders import Press
+    from omni_notebook.notebook.dashboard.sampler import Sampler
+    from omni_notebook.protocol import StageStatus
+
+
+def carry_out(sampler: Sampler, stage_id: int, press: Press) -> None:
+    """Give the order of a pressed button; returns at once and raises nothing."""
+    engine = sampler.engine
+    if engine is None:
+        sampler.notes[stage_id] = Note(f"✗ {press}: {orders.CLOSED}", wrong=True)
+        return
+    stage = next(stage for stage in engine.status().stages if stage.stage_id == stage_id)
+    line = orders.line(press, stage)
+    sampler.notes[stage_id] = Note(f"{press}: ordered (%omni {line})")
+    try:
+        future = engine.submit(orders.call(press, engine, stage))
+    except EngineClosedError as error:
+        sampler.notes[stage_id] = Note(f"✗ {press}: {error}", wrong=True)
+        return
+    future.add_done_callback(functools.partial(_ended, sampler, stage, press, line))
+
+
+def _ended(sampler: Sampler, stage: StageStatus, press: Press, line: str, future: Future[Any]) -> None:
+    """On the engine's thread: what became of it."""
+    error = None if future.cancelled() else future.exception()
+    result = None if future.cancelled() or error is not None else future.result()
+    if error is not None:
+        session().note_error(error, line)
+        text = " ".join(hints.in_verbs(str(error) or type(error).__name__).split())
+        sampler.notes[stage.stage_id] = Note(f"✗ {press}: {text}", wrong=True)
+    elif future.cancelled():
+        sampler.notes[stage.stage_id] = Note(f"✗ {press}: called off, the engine is shutting down", wrong=True)
+    else:
+        sampler.notes[stage.stage_id] = Note(f"✓ {press}{_result(result)}")
+    acks = error.acks if isinstance(error, SleepError | WakeError) else result
+    if isinstance(acks, list) and session().running is sampler.engine:
+        session().acks = AckList(acks, "wake" if press == orders.Press.WAKE else "sleep")
+
+
+def _result(result: object) -> str:
+    if not isinstance(result, list) or not all(isinstance(ack, OmniACK) for ack in result) or not result:
+        return ": done"
+    ranks = f"{len(result)} rank{'s' if len(result) > 1 else ''}"
+    freed = sum(ack.freed_bytes for ack in result)
+    mapped = sum(ack.metadata.get("mapped_bytes") or 0 for ack in result)
+    slowest = max((ack.metadata.get("latency_ms") or 0.0 for ack in result), default=0.0)
+    moved = f"mapped {units.size(mapped)}" if mapped and not freed else f"freed {units.size(freed)}"
+    return f": {ranks} {moved} in {units.milliseconds(slowest)}"

@@ -1,0 +1,211 @@
+"""The dashboard as widgets: core ipywidgets whose texts the sampler's thread sets, and buttons that give orders."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+from IPython.core.getipython import get_ipython
+from IPython.display import display
+
+from omni_notebook.notebook.dashboard import looks, parts, pressing, sampler, still
+from omni_notebook.notebook.dashboard.kernelwatch import WAITS, watch_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from matplotlib.figure import Figure
+
+    from omni_notebook.notebook.dashboard.drawing import Card, Frame
+    from omni_notebook.notebook.dashboard.orders import Press
+    from omni_notebook.verbs.engine_api import Engine
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+_KEEP_MOVED_S, _KEEP_STILL_S = 2.0, 30.0
+_WRAP = {"display": "flex", "flex_flow": "row wrap", "width": "100%", "overflow": "visible"}
+
+
+class StageCard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
+    """One stage: what it is, its buttons, and under them what became of the last press."""
+
+    def __init__(self, card: Card, press: Callable[[int, Press], None]) -> None:
+        self._text, self._below = widgets.HTML(card.html), widgets.HTML(card.below)
+        self._buttons = {
+            button.press: widgets.Button(
+                description=str(button.press), disabled=not button.enabled, tooltip=button.tooltip
+            )
+            for button in card.buttons
+        }
+        for name, button in self._buttons.items():
+            order = functools.partial(press, card.stage.stage_id, name)
+            button.on_click(lambda _button, order=order: order())
+        row = widgets.HBox(list(self._buttons.values()), layout=widgets.Layout(flex_flow="row wrap"))
+        layout = widgets.Layout(flex="1 1 420px", max_width="640px", margin="2px 8px 6px 0", padding="6px 8px")
+        super().__init__([self._text, row, self._below], layout=layout)
+        self.add_class("omni-card")
+
+    def show(self, card: Card) -> None:
+        """Another state of the same stage."""
+        self._text.value, self._below.value = card.html, card.below
+        for button in card.buttons:
+            shown = self._buttons[button.press]
+            shown.disabled, shown.tooltip = not button.enabled, button.tooltip
+
+
+class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
+    """A live view of one engine; `close()` frees it. Several may look at one engine.
+
+    Attributes:
+        frame: what is shown now, and what it was drawn from.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(_view_count=0)
+        self.name = f"omni-{uuid.uuid4().hex[:8]}"
+        self._watch = watch_kernel()
+        self._stills: list[Any] = []
+        self._kept: tuple[object, ...] = ()
+        self._kept_s = float("-inf")
+        self._seen = False
+        self._pieces: Pieces | None = None
+        self.sampler: sampler.Sampler | None = sampler.attach(engine, self._show)
+        self.frame = self.sampler.frame
+        self.add_class("omni-dashboard")
+        self.observe(self._viewed, "_view_count")
+        pieces = Pieces(self.frame, self.name, self._press)
+        self.children = pieces.children
+        self._pieces = pieces
+
+    def _press(self, stage_id: int, press: Press) -> None:
+        self._watch.heard()
+        if self.sampler is not None:
+            pressing.carry_out(self.sampler, stage_id, press)
+
+    def _viewed(self, _change: object) -> None:
+        self._watch.heard()
+        self._seen = self._seen or bool(self._view_count)
+
+    def _show(self, frame: Frame) -> None:
+        """On the sampler's thread, which alone changes what is shown."""
+        self.frame = frame
+        pieces = self._pieces
+        if pieces is None:
+            return
+        if self._view_count or not self._seen:  # nobody looks at a view that was closed
+            pieces.show(frame, waits=self._watch.waiting())
+        self._keep(frame)
+
+    def _keep(self, frame: Frame) -> None:
+        """Bring the still pictures up to date: soon after something happened, now and then else."""
+        facts = frame.view.log.count, frame.view.status.closed, *(card.stage.state for card in frame.cards)
+        age_s = frame.view.at_s - self._kept_s
+        if not frame.last and age_s < (_KEEP_MOVED_S if facts != self._kept else _KEEP_STILL_S):
+            return
+        self._kept, self._kept_s = facts, frame.view.at_s
+        if self._stills:
+            data = still.bundle(frame, self._still_class, png=frame.last)
+            for shown in self._stills:
+                shown.update(data, raw=True)
+
+    @property
+    def _still_class(self) -> str:
+        return f"{self.name}-still"
+
+    def close(self) -> None:
+        """Free everything: thread, subscription, widgets, the engine; the still pictures stay. Idempotent."""
+        watched, self.sampler = self.sampler, None
+        if watched is not None:
+            sampler.detach(watched, self._show)
+            self._watch.close()
+            self._pieces = None
+            for shown in self._stills:
+                shown.update(still.bundle(self.frame, self._still_class), raw=True)
+        close_tree(self)
+
+    def plot_timeline(self) -> Figure:
+        """What the chart shows, as a figure to keep."""
+        return still.figure(self.frame)
+
+    def __repr__(self) -> str:
+        """The status in text."""
+        return still.as_text(self.frame)
+
+    def _repr_mimebundle_(self, **_kwargs: object) -> dict[str, Any]:
+        """The widget, and for pages without a kernel text, HTML with a picture, and a figure."""
+        return {**self._view(), **still.bundle(self.frame, self._still_class)}
+
+    def _view(self) -> dict[str, Any]:
+        return {VIEW: self.get_view_spec()} if self.comm is not None else {}
+
+    def _ipython_display_(self, **_kwargs: object) -> None:
+        """The widget and under it the still picture, which the widget hides as long as it lives."""
+        text = {"text/plain": repr(self)}
+        if not hasattr(get_ipython(), "kernel"):
+            display(text, raw=True)  # type: ignore[no-untyped-call]
+            return
+        if self.comm is not None:
+            display({**self._view(), **text}, raw=True)  # type: ignore[no-untyped-call]
+        kept = still.bundle(self.frame, self._still_class, png=False)
+        self._stills.append(display(kept, raw=True, display_id=True))  # type: ignore[no-untyped-call]
+
+
+class Pieces:
+    """The widgets of a dashboard, from top to bottom."""
+
+    def __init__(self, frame: Frame, name: str, press: Callable[[int, Press], None]) -> None:
+        self._name = name
+        style = f"<style>{parts.CSS}\n.{name}-still {{ display: none; }}</style>"
+        self._notice, self._head = widgets.HTML(""), widgets.HTML(frame.head)
+        self._cards = {card.stage.stage_id: StageCard(card, press) for card in frame.cards}
+        self._chart, self._reclaimed, self._host = (widgets.HTML(self._own(text)) for text in _drawn(frame))
+        self._devices, self._log = widgets.HTML(frame.devices), widgets.HTML(frame.log)
+        self._table = widgets.HTML("")
+        self._accordion = widgets.Accordion([self._table], titles=("The numbers of the charts as a table",))
+        self.children = (
+            widgets.HTML(style, layout=widgets.Layout(display="none")),
+            widgets.HBox([self._head, self._notice], layout=widgets.Layout(**_WRAP, grid_gap="0 16px")),
+            widgets.HBox(list(self._cards.values()), layout=widgets.Layout(**_WRAP)),
+            self._chart,
+            self._reclaimed,
+            self._host,
+            self._devices,
+            self._log,
+            self._accordion,
+        )
+
+    def show(self, frame: Frame, *, waits: bool) -> None:
+        """Another frame; widgets whose text is as before send nothing."""
+        self._head.value = frame.head
+        self._notice.value = parts.notice(WAITS) if waits else ""
+        for card in frame.cards:
+            self._cards[card.stage.stage_id].show(card)
+        self._chart.value, self._reclaimed.value, self._host.value = map(self._own, _drawn(frame))
+        self._devices.value, self._log.value = frame.devices, frame.log
+        if self._accordion.selected_index is not None:
+            self._table.value = frame.table()
+
+    def _own(self, drawn: str) -> str:
+        """A drawing with names that no other drawing of the page has."""
+        return drawn.replace(looks.IDS, f"{self._name}-")
+
+
+def _drawn(frame: Frame) -> tuple[str, str, str]:
+    return frame.chart, frame.reclaimed, frame.host
+
+
+def close_tree(widget: widgets.Widget) -> None:
+    """Close a widget and everything that belongs to it."""
+    for part in list(_parts(widget)):
+        close_tree(part)
+    if isinstance(widget, Dashboard):
+        super(Dashboard, widget).close()
+    else:
+        widget.close()
+
+
+def _parts(widget: widgets.Widget) -> Iterator[widgets.Widget]:
+    for name in ("children", "layout", "style"):
+        found = getattr(widget, name, ())
+        yield from found if isinstance(found, tuple) else (found,)

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Events(Protocol):
-    """An iterator of events that ends when it, or the engine, is closed."""
+class Subscription(Protocol):
+    """An async iterator of an engine's events; it ends with the engine."""
 
     def __aiter__(self) -> AsyncIterator[Event]:
         """Itself."""
 
     def close(self) -> None:
-        """End it, after what has happened so far."""
+        """End it, from any thread."""
 
 
 class Engine(Protocol):
@@ -88,8 +88,8 @@ class Engine(Protocol):
     def status(self) -> EngineStatus:
         """A snapshot."""
 
-    def subscribe(self) -> Events:
-        """Events from now on."""
+    def subscribe(self) -> Subscription:
+        """Events from now on: ACKs, state changes, memory samples, request progress."""
 
     def shutdown(self) -> None:
         """Give everything back."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.waits import Wait
 
 _T = TypeVar("_T")
+RECORD_S = 5.0
 TRIES = 3
 """Generations after a wake, at most, until one had the stages to itself."""
 
@@ -91,7 +92,9 @@ class Auditor:
             self._add_state(error)
             raise
         self._findings += judging.judge_growth(self._cycles)
-        return AuditResult(self._record(began, time.perf_counter() - started_s), self._pictures())
+        result = AuditResult(self._record(began, time.perf_counter() - started_s), self._pictures())
+        self._put_on_record(result)
+        return result
 
     # ---------------------------------------------------------------------------------- golden
 
@@ -293,6 +296,13 @@ class Auditor:
             sources={str(source): meaning for source, meaning in MEANING.items()},
             rules=judging.RULES,
         )
+
+    def _put_on_record(self, result: AuditResult) -> None:
+        """Into the engine's ledger, where it keeps one; an audit without history is an audit all the same."""
+        record_audit = getattr(self._engine, "record_audit", None)
+        if record_audit is not None:
+            with contextlib.suppress(OmniError, TimeoutError, concurrent.futures.CancelledError):
+                self._engine.submit(record_audit(result.verdict, result.to_dict())).result(RECORD_S)
 
     def _pictures(self) -> dict[str, list[bytes]]:
         """PNG files: the golden images, those after the last wake, and where the two differ, if they do."""

@@ -18,6 +18,7 @@ from omni_notebook.errors import EngineClosedError, OmniError
 from omni_notebook.protocol import MemoryState
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing import judging, lines, outputs
+from omni_notebook.verbs.auditing.keeping import pictures, put_on_record
 from omni_notebook.verbs.auditing.outside import Outside
 from omni_notebook.verbs.auditing.plan import is_awake, why
 from omni_notebook.verbs.auditing.probe import Probe
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.waits import Wait
 
 _T = TypeVar("_T")
-RECORD_S = 5.0
 TRIES = 3
 """Generations after a wake, at most, until one had the stages to itself."""
 
@@ -92,8 +92,8 @@ class Auditor:
             self._add_state(error)
             raise
         self._findings += judging.judge_growth(self._cycles)
-        result = AuditResult(self._record(began, time.perf_counter() - started_s), self._pictures())
-        self._put_on_record(result)
+        result = AuditResult(self._record(began, time.perf_counter() - started_s), pictures(self._golden, self._last))
+        put_on_record(self._engine, result)
         return result
 
     # ---------------------------------------------------------------------------------- golden
@@ -296,21 +296,3 @@ class Auditor:
             sources={str(source): meaning for source, meaning in MEANING.items()},
             rules=judging.RULES,
         )
-
-    def _put_on_record(self, result: AuditResult) -> None:
-        """Into the engine's ledger, where it keeps one; an audit without history is an audit all the same."""
-        record_audit = getattr(self._engine, "record_audit", None)
-        if record_audit is not None:
-            with contextlib.suppress(OmniError, TimeoutError, concurrent.futures.CancelledError):
-                self._engine.submit(record_audit(result.verdict, result.to_dict())).result(RECORD_S)
-
-    def _pictures(self) -> dict[str, list[bytes]]:
-        """PNG files: the golden images, those after the last wake, and where the two differ, if they do."""
-        if self._golden is None or self._last is None:
-            return {} if self._golden is None else _named(golden=self._golden.png)
-        differ = outputs.difference_png(self._last.images, self._golden.images)
-        return _named(golden=self._golden.png, after_the_wake=self._last.png, the_difference_brightened=differ)
-
-
-def _named(**files: list[bytes]) -> dict[str, list[bytes]]:
-    return {name.replace("_", " "): list(some) for name, some in files.items() if some}

@@ -169,6 +169,11 @@ def test_the_wheel_carries_every_file_of_the_demo_models(wheel_names):
     assert files <= wheel_names
 
 
+def test_the_wheel_carries_what_an_audit_runs_and_the_schema_of_its_file(wheel_names):
+    folder = "omni_notebook/verbs/auditing"
+    assert {f"{folder}/{name}" for name in ("audit.schema.json", "reader.py", "taker.py")} <= wheel_names
+
+
 def test_the_wheel_carries_nothing_but_the_package(wheel_names):
     assert {name.partition("/")[0] for name in wheel_names} == {
         "omni_notebook",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -19,7 +20,6 @@ from omni_notebook.verbs.waits import ended, here
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Generator
-    from concurrent.futures import Future
 
     from omni_notebook.verbs.session import Session
 
@@ -75,17 +75,19 @@ class Job(Generic[_T]):
         self._cancelled = False
         self._began_s = time.monotonic()
         self._ended_s: float | None = None
+        self._over: Future[None] = Future()  # after every callback of the work's future: what they note is there then
         work.future.add_done_callback(self._note_end)
 
     def _note_end(self, _future: Future[_T]) -> None:
         self._ended_s = time.monotonic()
+        self._over.set_result(None)
 
     # ------------------------------------------------------------------------------------ look
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._work.future.done()
+        return self._over.done()
 
     @property
     def state(self) -> JobState:
@@ -147,9 +149,7 @@ class Job(Generic[_T]):
                 msg = f"job {self.number} had not ended after {timeout:g} s; it goes on: {self.words()}"
                 raise DeadlineError(msg)
 
-        waiting: Future[None] = concurrent.futures.Future()
-        self._work.future.add_done_callback(lambda _ended: waiting.set_result(None))
-        here(self._session.frontend).wait(waiting, lambda: self.progress, check)
+        here(self._session.frontend).wait(self._over, lambda: self.progress, check)
         return self._value()
 
     def __await__(self) -> Generator[Any, None, _T]:
@@ -157,7 +157,7 @@ class Job(Generic[_T]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> _T:
-        await ended(self._work.future)
+        await ended(self._over)
         return self._value()
 
     def cancel(self) -> bool:

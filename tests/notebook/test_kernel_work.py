@@ -25,6 +25,20 @@ def kernel():
     kernel.close()
 
 
+IDLE = """
+import time
+while any(stage.running or stage.queued for stage in engine.status().stages):
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _idle(kernel):
+    """What a test cancelled has ended before the next one begins."""
+    yield
+    kernel.run(IDLE)
+
+
 def test_an_audit_works_as_a_magic_as_a_call_and_awaited(kernel):
     shown = kernel.run("%omni audit --level 1 --steps 2").shown[-1]
     assert {"text/plain", "text/html", "image/png"} <= set(shown)

@@ -37,6 +37,8 @@ from tests.verbs.conftest import lying_engine
 from tests.verbs.lying_worker import told
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omni_notebook.engine.async_omni import AsyncOmni
 
 QUICK: dict[str, Any] = {"sampling_params": {"num_inference_steps": 3}}
@@ -53,12 +55,19 @@ def failures(result: AuditResult) -> list[str]:
     return [finding.text for finding in result.findings if finding.severity is Verdict.FAIL]
 
 
+def page(result: AuditResult, folder: Path) -> str:
+    """The report as it was written to a file, which stays under pytest's temporary folder to be looked at."""
+    result.to_html(folder / "audit.html")
+    return (folder / "audit.html").read_text(encoding="utf-8")
+
+
 # ------------------------------------------------------------------------------------------ PASS
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sound_engine_passes_and_every_number_says_who_measured_it(engine, level):
+def test_a_sound_engine_passes_and_every_number_says_who_measured_it(engine, level, tmp_path):
     result = omni.audit(engine, level=level, probe="32MiB", **QUICK)
+    assert ">✓ PASS</span>" in page(result, tmp_path)
     assert (result.verdict, result.ok, failures(result)) == ("PASS", True, [])
     (cycle,) = result.cycles
     assert [(rank.stage_id, rank.sleep_status, rank.wake_status) for rank in cycle.ranks] == [
@@ -111,11 +120,14 @@ def test_it_runs_within_a_running_event_loop_and_as_a_coroutine(engine):
 # ------------------------------------------------------------------------------------------ FAIL
 
 
-def test_an_ack_that_says_more_than_left_fails_with_both_numbers(engine):
+def test_an_ack_that_says_more_than_left_fails_with_both_numbers(engine, tmp_path):
     with told(engine, 1, lie_bytes=8 * MIB):
         result = omni.audit(engine, level=1, **QUICK)
     assert result.verdict == "FAIL"
     (text,) = failures(result)
+    written = page(result, tmp_path)
+    assert ">✗ FAIL</span>" in written
+    assert f'<li class="FAIL">cycle 1: {text} [ack, smaps]</li>' in written
     freed = result.cycles[0].processes[-1].freed_bytes
     assert f"by its ACKs {freed / MIB:.1f} MiB were freed, by smaps {freed / MIB - 8:.1f} MiB left" in text
     assert "MORE THAN" in text
@@ -132,14 +144,15 @@ def test_weights_that_changed_on_the_way_fail_by_their_output(engine, tmp_path):
     assert result.cycles[0].output.same_images is False
     assert result.cycles[0].output.max_difference > 1
     assert len(result.cycles) == 1, "an audit that has failed goes no further"
-    result.to_html(tmp_path / "audit.html")
+    assert "the difference brightened" in page(result, tmp_path)
     assert result.pictures["golden"] != result.pictures["after the wake"]
 
 
-def test_a_process_that_keeps_more_after_every_cycle_fails(engine):
+def test_a_process_that_keeps_more_after_every_cycle_fails(engine, tmp_path):
     with told(engine, 1, leak_bytes=3 * MIB):
         result = omni.audit(engine, level=1, cycles=5, **QUICK)
     assert result.verdict == "FAIL"
+    assert "GROWS" in page(result, tmp_path)
     (text,) = failures(result)
     slope = float(re.search(r"GROWS: while asleep it holds ([\d.]+) MiB more a cycle", text)[1])
     assert 2 < slope < 5
@@ -170,14 +183,22 @@ def test_a_rank_that_dies_fails_and_the_message_names_the_restart(pair):
     assert states(pair)[0] == ("AWAKE", "OPEN"), "the stage that is well was woken"
 
 
-class Forgetful:
-    """An engine that loses the answer of the last rank."""
+class Around:
+    """An engine around another one."""
 
     def __init__(self, engine: AsyncOmni) -> None:
         self._engine = engine
+        self.recorded: list[tuple[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    async def record_audit(self, verdict: str, report: Any) -> None:
+        self.recorded.append((verdict, json.loads(json.dumps(report))))
+
+
+class Forgetful(Around):
+    """An engine that loses the answer of the last rank."""
 
     async def sleep(self, *args: Any, **known: Any) -> Any:
         return (await self._engine.sleep(*args, **known))[:-1]
@@ -222,10 +243,11 @@ def test_a_wake_that_fails_names_the_state_and_the_line_that_wakes(engine):
 # ------------------------------------------------------------------------------------------ WARN
 
 
-def test_a_process_that_nobody_can_look_at_is_a_warning_and_says_not_available(engine, monkeypatch):
+def test_a_process_that_nobody_can_look_at_is_a_warning_and_says_not_available(engine, monkeypatch, tmp_path):
     monkeypatch.setattr("omni_notebook.verbs.auditing.outside._is_ours", lambda _pid: False)
     result = omni.audit(engine, level=1, **QUICK)
     assert result.verdict == "WARN"
+    assert ">! WARN</span>" in page(result, tmp_path)
     assert result.ok
     assert all("not available" in reason for reason in result.reasons)
     assert all(process.source is None for process in result.cycles[0].processes)
@@ -375,6 +397,12 @@ def test_an_engine_that_is_stopped_meanwhile_ends_the_audit(tmp_path):
 
 
 # --------------------------------------------------------------------------------------- exports
+
+
+def test_an_audit_goes_on_record_where_the_engine_keeps_one(engine):
+    keeping = Around(engine)
+    result = omni.audit(keeping, [0], level=1, **QUICK)
+    assert keeping.recorded == [("PASS", result.to_dict())]
 
 
 @pytest.fixture(scope="module")

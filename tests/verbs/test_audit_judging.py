@@ -47,7 +47,15 @@ def verdict(made):
 )
 def test_ack_and_outside_may_differ_by_two_percent(off, expected):
     assert verdict(cycle(processes=(process(left=100 * MIB + off),))) == expected
-    assert verdict(cycle(processes=(process(back=100 * MIB + off),))) == expected
+    assert verdict(cycle(number=2, processes=(process(back=100 * MIB + off),))) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "off", "expected"),
+    [(1, 4, "PASS"), (1, 5, "FAIL"), (2, 4, "FAIL"), (1, -4, "FAIL"), (2, -4, "FAIL")],
+)
+def test_only_the_first_wake_may_bring_code_and_tables_along(number, off, expected):
+    assert verdict(cycle(number=number, processes=(process(back=(100 + off) * MIB),))) == expected
 
 
 @pytest.mark.parametrize(

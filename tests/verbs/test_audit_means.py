@@ -61,7 +61,8 @@ def test_processes_of_others_and_those_that_are_gone_are_not_available():
     with Outside() as looking:
         seen = looking.look([(1, "cpu"), (gone.pid, "cpu"), (None, "cpu")])
     assert [one.n_bytes for one in seen.values()] == [None, None, None]
-    assert "none of this machine's" in seen[1, "cpu"].why_not
+    assert seen[1, "cpu"].why_not == "process 1 does not come from this one"
+    assert "is not there" in seen[gone.pid, "cpu"].why_not
 
 
 def test_cuda_without_a_driver_is_not_available_with_the_reason(monkeypatch):

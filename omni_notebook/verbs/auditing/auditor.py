@@ -18,6 +18,7 @@ from omni_notebook.errors import EngineClosedError, OmniError
 from omni_notebook.protocol import MemoryState
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing import judging, lines, outputs
+from omni_notebook.verbs.auditing.keeping import pictures, put_on_record
 from omni_notebook.verbs.auditing.outside import Outside
 from omni_notebook.verbs.auditing.plan import is_awake, why
 from omni_notebook.verbs.auditing.probe import Probe
@@ -91,7 +92,9 @@ class Auditor:
             self._add_state(error)
             raise
         self._findings += judging.judge_growth(self._cycles)
-        return AuditResult(self._record(began, time.perf_counter() - started_s), self._pictures())
+        result = AuditResult(self._record(began, time.perf_counter() - started_s), pictures(self._golden, self._last))
+        put_on_record(self._engine, result)
+        return result
 
     # ---------------------------------------------------------------------------------- golden
 
@@ -293,14 +296,3 @@ class Auditor:
             sources={str(source): meaning for source, meaning in MEANING.items()},
             rules=judging.RULES,
         )
-
-    def _pictures(self) -> dict[str, list[bytes]]:
-        """PNG files: the golden images, those after the last wake, and where the two differ, if they do."""
-        if self._golden is None or self._last is None:
-            return {} if self._golden is None else _named(golden=self._golden.png)
-        differ = outputs.difference_png(self._last.images, self._golden.images)
-        return _named(golden=self._golden.png, after_the_wake=self._last.png, the_difference_brightened=differ)
-
-
-def _named(**files: list[bytes]) -> dict[str, list[bytes]]:
-    return {name.replace("_", " "): list(some) for name, some in files.items() if some}

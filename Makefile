@@ -18,10 +18,14 @@ demo: $(VENV)/.test-installed ## sleep and wake two real stages in this terminal
 test: $(VENV)/.test-installed ## run the tests; what this machine lacks is skipped with the reason
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/.test-installed ## the same, but only tests marked `gpu` may skip
+test-all: $(VENV)/.browser-installed ## the same, but only tests marked `gpu` may skip
 	OMNI_TEST_ALL=1 $(BIN)/python -m pytest
 
-check: $(VENV)/.dev-installed ## ruff, formatting, mypy --strict, import layers
+check: $(VENV)/.browser-installed: $(VENV)/.test-installed
+	$(PIP) install --quiet -c constraints.txt -e '.[test,browser]'
+	@touch $@
+
+$(VENV)/.dev-installed ## ruff, formatting, mypy --strict, import layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict

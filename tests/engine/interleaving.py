@@ -50,6 +50,9 @@ WISHES: list[tuple[str, int, int]] = [
 """(prompt, seed, steps)."""
 
 
+Stages = list[int] | None
+
+
 def _params(wish: int) -> dict[str, Any]:
     _, seed, steps = WISHES[wish]
     return {"seed": seed, "num_inference_steps": steps}
@@ -103,7 +106,7 @@ class Log:
 
 
 class Operator:
-    """Gives orders, one after the other; is refused, waits too short, goes away."""
+    """Gives orders, one after the other; is refused, has no patience, goes away."""
 
     def __init__(self, engine: AsyncOmni, known: Known, log: Log, seed: str) -> None:
         self._engine = engine
@@ -114,23 +117,44 @@ class Operator:
         self._loads = 0
 
     async def run(self) -> None:
-        """A few orders."""
-        orders: list[Callable[[], Awaitable[None]]] = [self._pause, self._sleep, self._load, self._resume, self._wake]
-        for _ in range(self._random.randint(3, 6)):
-            await asyncio.sleep(self._random.uniform(0, 0.06))
-            await self._random.choices(orders, [3, 2, 2, 2, 2])[0]()
+        """A few orders; now and then it opens everything, so that requests come in for the next."""
+        orders: list[Callable[[], Awaitable[None]]] = [
+            self._pause, self._sleep, self._load, self._update, self._resume, self._wake
+        ]  # fmt: skip
+        for _ in range(self._random.randint(3, 5)):
+            await self._moment(self._random.uniform(0, 0.15), for_a_queue=self._random.random() < 0.6)
+            await self._random.choices(orders, [3, 3, 1, 2, 1, 1])[0]()
+            if self._random.random() < 0.5:
+                await self._wake(None)
+                await self._resume(None)
 
-    def _stages(self) -> list[int] | None:
+    async def _moment(self, seconds: float, *, for_a_queue: bool) -> None:
+        """Some time later; mostly one at which an order does harm, if it comes soon."""
+        await asyncio.sleep(seconds)
+        if for_a_queue:
+            with contextlib.suppress(TimeoutError):
+                await until(lambda: self._engine.status().stages[PAINTER].queued, 0.5)
+
+    def _stages(self) -> Stages:
         return self._random.choice([None, [THINKER], [PAINTER], [PAINTER]])
 
-    async def _pause(self) -> None:
-        mode, stages = self._random.choice(["keep", "keep", "keep", "wait", "abort"]), self._stages()
+    async def _update(self) -> None:
+        """The specification's order, as far as the others let it."""
+        await self._pause("keep")
+        if self._random.random() < 0.3:
+            await self._sleep()
+            await self._wake(None)
+        await self._load()
+        await self._resume(None)
+
+    async def _pause(self, *modes: str) -> None:
+        mode, stages = self._random.choice(modes or ("keep", "keep", "wait", "abort")), self._stages()
         timeout, clear = self._random.choice([ORDER_S, ORDER_S, 0.03]), self._random.random() < 0.5
         call = self._engine.pause_generation(mode, stages, clear_cache=clear, timeout=timeout)
         await self._order(f"pause({mode}, {stages}, {timeout})", call, timeout)
 
-    async def _resume(self) -> None:
-        stages = self._stages()
+    async def _resume(self, *which: Stages) -> None:
+        stages = which[0] if which else self._stages()
         await self._order(f"resume({stages})", self._engine.resume_generation(stages), 0.0)
 
     async def _sleep(self) -> None:
@@ -139,8 +163,8 @@ class Operator:
         call = self._engine.sleep(stages, level, mode, timeout)
         await self._order(f"sleep({level}, {mode}, {stages}, {timeout})", call, timeout)
 
-    async def _wake(self) -> None:
-        stages = self._stages()
+    async def _wake(self, *which: Stages) -> None:
+        stages = which[0] if which else self._stages()
         await self._order(f"wake({stages})", self._engine.wake_up(stages, timeout=ORDER_S), ORDER_S)
 
     async def _load(self) -> None:
@@ -153,6 +177,8 @@ class Operator:
     async def _order(self, what: str, call: Any, timeout: float) -> None:
         """Carried out, refused or too late, but in its time; of one whose caller goes away nobody hears more."""
         leaves = self._random.random() < 0.1
+        painter = self._engine.status().stages[PAINTER]
+        self._log.counts[f"orders that met {'a batch' if painter.running else 'none'}, {_some(painter.queued)}"] += 1
         started, task = time.monotonic(), asyncio.ensure_future(call)
         if leaves:
             await asyncio.wait({task}, timeout=self._random.uniform(0, 0.1))
@@ -168,7 +194,7 @@ class Operator:
 
 
 class Client:
-    """Wants one thing, and takes note of every output."""
+    """Wants one thing after the other, and takes note of every output."""
 
     def __init__(self, engine: AsyncOmni, known: Known, log: Log, seed: str) -> None:
         self._engine = engine
@@ -178,31 +204,34 @@ class Client:
         self._name = seed
 
     async def run(self) -> None:
+        """A few requests, one after the other; the last ones run when the operators have gone."""
+        for n in range(self._random.randint(1, 3)):
+            await asyncio.sleep(self._random.uniform(0, 0.1))
+            await self._ask(f"{self._name}, {n}")
+
+    async def _ask(self, request_id: str) -> None:
         """A request that ends, is refused, is aborted, or whose client goes away."""
         pick = self._random
-        await asyncio.sleep(pick.uniform(0, 0.2))
-        wish, text, patience = pick.randrange(len(WISHES)), pick.random() < 0.2, pick.choice([0, 0.3, END_S])
-        fate, after = pick.choices(["stays", "aborts", "leaves"], [6, 2, 1])[0], pick.uniform(0, 0.3)
+        wish, text, patience = pick.randrange(len(WISHES)), pick.random() < 0.1, pick.choice([0, END_S, END_S, END_S])
+        fate, after = pick.choices(["stays", "aborts", "leaves"], [5, 3, 1])[0], pick.uniform(0, 0.4)
         started = time.monotonic()
         outputs: list[OmniRequestOutput] = []
 
         async def listen() -> None:
             known: dict[str, Any] = {"output_modalities": "text"} if text else {}
-            known |= {"request_id": self._name, "admission_timeout": patience, "sampling_params": _params(wish)}
+            known |= {"request_id": request_id, "admission_timeout": patience, "sampling_params": _params(wish)}
             async for output in self._engine.generate(WISHES[wish][0], **known):
                 outputs.append(output)  # noqa: PERF401  (what came before an error counts too)
 
         task = asyncio.ensure_future(listen())
         if fate != "stays":
             await asyncio.wait({task}, timeout=after)
-            await (self._engine.abort(self._name) if fate == "aborts" else _cancel(task))
+            await (self._engine.abort(request_id) if fate == "aborts" else _cancel(task))
         await asyncio.wait({task})
-        came = "left" if task.cancelled() else self._judge(wish, outputs, task.exception(), text=text, fate=fate)
+        came = "left" if task.cancelled() else self._judge(wish, outputs, task.exception(), text=text)
         self._log.note(f"generate({wish}, text={text}, {fate}, patience {patience})", came, started)
 
-    def _judge(
-        self, wish: int, outputs: list[OmniRequestOutput], error: BaseException | None, *, text: bool, fate: str
-    ) -> str:
+    def _judge(self, wish: int, outputs: list[OmniRequestOutput], error: BaseException | None, *, text: bool) -> str:
         """One end, and only one; the text is a part of what the wish writes, the picture is by one weight version."""
         if error is not None:
             assert isinstance(error, PausedError | AsleepError), repr(error)
@@ -221,6 +250,10 @@ class Client:
         return f"{last.state}: {last.weight_version}"
 
 
+def _some(queued: int) -> str:
+    return "a queue" if queued else "no queue"
+
+
 async def _cancel(task: asyncio.Future[Any]) -> None:
     task.cancel()
 
@@ -234,10 +267,10 @@ class Interleaving:
         self._engine = engine
         self._known = known
         parts = engine, known, self.log
-        self._clients = [Client(*parts, f"{seed} client {n}") for n in range(pick.randint(4, 8))]
+        self._clients = [Client(*parts, f"{seed} client {n}") for n in range(pick.randint(5, 10))]
         self._operators = [Operator(*parts, f"{seed} operator {n}") for n in range(pick.randint(2, 3))]
         self._capacity = pick.choice([1, 3, CAPACITY])
-        self._slow = [(PAINTER, job, pick.choice([0.0, 0.02, 0.08])) for job in ("execute", OUTPUT, FETCH)]
+        self._slow = [(PAINTER, job, pick.choice([0.0, 0.03, 0.1])) for job in ("execute", OUTPUT, FETCH)]
         self._slow.append((THINKER, "execute", pick.choice([0.0, 0.005])))
 
     async def run(self) -> None:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from omni_notebook.engine.async_omni import AsyncOmni
 
 THINKER, PAINTER = 0, 1
+MODES = ["keep", "wait", "abort"]
+BATCH_S = 0.4
+"""A batch that takes its time."""
 SHIPPED = DEMO_FOLDER / "dit"
 Entry = tuple[float, str, Any]
 
@@ -82,3 +85,15 @@ async def journal(engine: AsyncOmni, stage_id: int = PAINTER) -> list[Entry]:
 def places(entries: Sequence[Entry], what: str) -> list[int]:
     """Where an entry stands in a journal."""
     return [n for n, (_, name, _) in enumerate(entries) if name == what]
+
+
+def pauses(engine: AsyncOmni) -> list[tuple[str, str | None]]:
+    """Each stage's pause state and mode."""
+    return [(str(s.pause_state), s.pause_mode) for s in engine.status().stages]
+
+
+async def pausing(engine: AsyncOmni, mode: str = "keep", stage_id: int = PAINTER, **known: Any) -> asyncio.Task[None]:
+    """A pause that is in progress."""
+    task = asyncio.create_task(engine.pause_generation(mode, [stage_id], **known))
+    await until(lambda: (stage(engine, stage_id).pause_state, stage(engine, stage_id).pause_mode) == ("PAUSING", mode))
+    return task

@@ -1,0 +1,138 @@
+"""What pausing costs who never pauses: the diffusion engine against its bare worker on the same batches.
+
+The engine has the gate, the barrier and asynchronous output in its way and uses none of the first two; the bare worker
+is called batch after batch by a plain loop. Alternating pairs, 95 % interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import Figure
+from omni_notebook.config import DEMO_FOLDER
+from omni_notebook.engine.async_omni import AsyncOmni
+from omni_notebook.models.scene import encode_plan
+from omni_notebook.protocol import RankId
+from omni_notebook.worker.batches import BATCH_PREFIX, DiffusionBatch, ImageCondition, ImageStep
+from omni_notebook.worker.reports import WorkerSpec
+from omni_notebook.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+PAIRS = 12
+BATCHES, BATCH_SIZE, STEPS = 4, 4, 10
+BAR = 98.0
+T_95 = 2.201
+"""Student's t for 11 degrees of freedom, two-sided 95 %."""
+LOOKS = 20_000
+PLAN = "red star top center; blue circle bottom center"
+_numbers = itertools.count()
+
+
+def _params(seed: int) -> dict[str, Any]:
+    return {"seed": seed, "num_inference_steps": STEPS}
+
+
+async def _all(engine: AsyncOmni) -> list[Any]:
+    """Every request at once; called on the engine's loop, so that all are queued before the first batch is made."""
+
+    async def one(seed: int) -> Any:
+        return [output async for output in engine.generate(PLAN, sampling_params=_params(seed))][-1]
+
+    return list(await asyncio.gather(*(one(seed) for seed in range(BATCHES * BATCH_SIZE))))
+
+
+def _engine_s(engine: AsyncOmni) -> float:
+    started = time.perf_counter()
+    outputs = engine.submit(_all(engine)).result()
+    took = time.perf_counter() - started
+    sizes = {output.metrics["batch_size"] for output in outputs}
+    if sizes != {BATCH_SIZE}:
+        msg = f"the engine made batches of {sizes}, the bare worker gets {BATCH_SIZE}: not the same work"
+        raise RuntimeError(msg)
+    return took
+
+
+def _batches() -> list[DiffusionBatch]:
+    """The same images in the same batches."""
+    condition = ImageCondition(plan_ids=tuple(encode_plan(PLAN)), hidden=None)
+    return [
+        DiffusionBatch(
+            batch_id=f"{BATCH_PREFIX}{next(_numbers)}",
+            images=tuple(
+                ImageStep(key=seed, seed=seed, condition=condition) for seed in range(first, first + BATCH_SIZE)
+            ),
+            num_inference_steps=STEPS,
+            guidance_scale=2.0,
+        )
+        for first in range(0, BATCHES * BATCH_SIZE, BATCH_SIZE)
+    ]
+
+
+def _bare_s(worker: Worker) -> float:
+    """Batch after batch; outputs are copied and encoded by the worker's own thread, as for the engine."""
+    batches = _batches()
+    started = time.perf_counter()
+    leaving = []
+    for batch in batches:
+        worker.execute(batch)
+        leaving.append(worker.collect(batch.batch_id))
+    for future in leaving:
+        future.result()
+    return time.perf_counter() - started
+
+
+async def _gate_us(engine: AsyncOmni) -> float:
+    """Microseconds that an open gate costs a request."""
+    admit: functools.partial[Coroutine[Any, Any, None]] = functools.partial(engine._core.gates.admit, [0], 0.0)  # noqa: SLF001  (the part that is measured)
+    started = time.perf_counter()
+    for _ in range(LOOKS):
+        await admit()
+    return (time.perf_counter() - started) / LOOKS * 1e6
+
+
+def measure() -> list[Figure]:
+    """The engine's throughput in percent of the bare worker's, and what the open gate takes of it."""
+    folder = str(DEMO_FOLDER / "dit")
+    with AsyncOmni(folder, executor="uni") as engine:
+        config = engine._core.stages[0].config  # noqa: SLF001  (the bare worker gets the engine's own)
+        worker = Worker(WorkerSpec(where=RankId(1, 0, 0), config=config))
+        worker.load()
+        runs = {"engine": functools.partial(_engine_s, engine), "bare": functools.partial(_bare_s, worker)}
+        for run in runs.values():
+            run()
+        pairs = []
+        for n in range(PAIRS):
+            order = ("engine", "bare") if n % 2 else ("bare", "engine")
+            pairs.append({name: runs[name]() for name in order})
+        gate_us = engine.submit(_gate_us(engine)).result()
+        worker.shutdown()
+    shares = [100 * pair["bare"] / pair["engine"] for pair in pairs]
+    mean, half = statistics.mean(shares), T_95 * statistics.stdev(shares) / PAIRS**0.5
+    resolved = mean - half >= BAR or mean + half < BAR
+    bare_s = statistics.median(pair["bare"] for pair in pairs)
+    images = BATCHES * BATCH_SIZE
+    return [
+        Figure(
+            what="images a second, engine that never pauses in percent of its bare worker, uni",
+            value=mean,
+            unit="%",
+            floor=100.0,
+            floor_is=f"bare worker, {images / bare_s:.2f} images/s",
+            bar=f"≥ {BAR:g} %",
+            met=mean - half >= BAR if resolved else None,
+            note=f"{PAIRS} alternating pairs of {BATCHES} batches × {BATCH_SIZE}, 95 % interval ± {half:.1f} %",
+        ),
+        Figure(
+            what="the open pause and sleep gates, a request",
+            value=gate_us,
+            unit="µs",
+            note=f"{gate_us / (bare_s / images * 1e6):.1e} of an image; no barrier runs (tests/engine)",
+        ),
+    ]

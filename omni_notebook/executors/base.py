@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -85,6 +86,7 @@ class ExecutorFactory(Protocol):
         ...
 
 
+_log = logging.getLogger(__name__)
 TOLD = frozenset({"cancel", "prefetch"})
 """The worker methods that any thread may call at any time and that never wait."""
 
@@ -94,6 +96,14 @@ def told(method: str) -> None:
     if method not in TOLD:
         msg = f"{method!r} can not overtake orders; only {', '.join(sorted(TOLD))} can. Nothing was called"
         raise UnsupportedError(msg)
+
+
+def follow(worker: Any, method: str, args: tuple[Any, ...]) -> None:
+    """Call what a rank was told; nobody waits for it, so an error goes to the log."""
+    try:
+        method_of(worker, method)(*args)
+    except Exception:  # noqa: BLE001  (it must not disturb whoever told)
+        _log.exception("%s(...) could not be followed", method)
 
 
 def silent(where: RankId, method: str, waited_s: float) -> RankAnswer:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from omni_notebook.errors import WorkerDiedError
-from omni_notebook.executors.base import RankAnswer, called_off, method_of, shut_down, silent, told
+from omni_notebook.executors.base import RankAnswer, called_off, follow, method_of, shut_down, silent, told
 from omni_notebook.executors.simulated_worker import SimulatedWorker
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class SimulatedExecutor:
         """See `Executor.tell`."""
         told(method)
         for rank in self._ranks:
-            method_of(rank.worker, method)(*args)
+            follow(rank.worker, method, args)
 
     def memory(self) -> list[RankStatus]:
         """See `Executor.memory`."""

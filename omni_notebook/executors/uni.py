@@ -11,7 +11,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import UnsupportedError
-from omni_notebook.executors.base import RankAnswer, called_off, method_of, shut_down, silent, told
+from omni_notebook.executors.base import RankAnswer, called_off, follow, method_of, shut_down, silent, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,7 +141,7 @@ class UniExecutor:
         """See `Executor.tell`."""
         told(method)
         if self._worker is not None:
-            method_of(self._worker, method)(*args)
+            follow(self._worker, method, args)
 
     def memory(self) -> list[RankStatus]:
         """See `Executor.memory`."""

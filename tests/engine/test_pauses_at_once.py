@@ -1,4 +1,4 @@
-"""A pause while another is in progress or holds: in the same mode, in another, with its own deadline (issue 4, item 5)."""
+"""A pause while another is in progress or holds: the same mode, another mode, its own deadline (issue 4, item 5)."""
 
 from __future__ import annotations
 

@@ -404,6 +404,17 @@ def test_what_is_told_overtakes_an_order_in_progress(run: Run) -> None:
     run(test)
 
 
+def test_what_is_told_and_can_not_be_followed_disturbs_nobody(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        await executor.call("break_cancel")
+        executor.cancel("t1")
+        executor.tell("cancel", "t2")
+        assert values(await executor.call("note", 1)) == [[1]] * run.n_ranks
+
+    run(test)
+
+
 @pytest.mark.parametrize("method", ["note", "execute", "barrier", "shutdown", "no_such_method"])
 def test_only_what_never_waits_may_overtake_orders(run: Run, method: str) -> None:
     async def test() -> None:

@@ -205,7 +205,7 @@ def test_abort_of_a_wake_unmaps_and_a_later_wake_works(pool):
 def test_a_cancelled_sleep_leaves_everything_as_before(pool):
     weights = filled(pool, 16 * MIB)
     before = weights.clone()
-    asked = iter([False, False, True, *[True] * 20])
+    asked = iter([False, *[True] * 20])  # a helper may copy all the rest: the copying thread asks twice for sure
     with pytest.raises(TransitionCancelledError, match="memory is as before"):
         pool.prepare_sleep(1, cancelled=lambda: next(asked))
     assert pool.host_backup_bytes() == 0

@@ -83,9 +83,11 @@ class Page:
     def idle(self, cell):
         """Wait for the end of a cell; when it was."""
         return self.listen(
-            lambda m: m["msg_type"] == "status"
-            and m["content"]["execution_state"] == "idle"
-            and m["parent_header"].get("msg_id") == cell
+            lambda m: (
+                m["msg_type"] == "status"
+                and m["content"]["execution_state"] == "idle"
+                and m["parent_header"].get("msg_id") == cell
+            )
         ).at_s
 
     def button(self, description, place=0):
@@ -100,7 +102,9 @@ class Page:
         self.client.shell_channel.send(message)
 
     def click(self, description, *, by_subshell=False):
-        self.tell(self.button(description), {"method": "custom", "content": {"event": "click"}}, by_subshell=by_subshell)
+        self.tell(
+            self.button(description), {"method": "custom", "content": {"event": "click"}}, by_subshell=by_subshell
+        )
 
     def shown(self, words):
         """Wait until a widget shows words; when."""

@@ -36,9 +36,12 @@ def missing() -> str:
 
 
 class Server:
-    """`jupyter lab`, or with `app="nbclassic"` the classic notebook, in a folder of its own."""
+    """`jupyter lab`, or with `app="nbclassic"` the classic notebook, in a folder of its own.
 
-    def __init__(self, folder: Path, app: str = "lab") -> None:
+    `windowed` lets JupyterLab take cells that are out of sight out of the page, as it does by default.
+    """
+
+    def __init__(self, folder: Path, app: str = "lab", *, windowed: bool = False) -> None:
         self.folder = folder / "notebooks"
         self.folder.mkdir(parents=True)
         self.token = secrets.token_hex(16)
@@ -48,6 +51,8 @@ class Server:
         (config / "labconfig").mkdir(parents=True)
         silent = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
         (config / "labconfig" / "page_config.json").write_text(json.dumps(silent))
+        shown = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "full" if windowed else "none"}}
+        (config / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(shown))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -77,9 +82,9 @@ class Server:
                 urllib.request.urlopen(f"{self.url}/api/status?token={self.token}", timeout=2).close()
                 return
             time.sleep(0.1)
-        text = self.log.read_text(errors="replace")[-3000:]
         self.close()
-        raise RuntimeError(f"jupyter {self.app} did not start:\n{text}")
+        msg = f"jupyter {self.app} did not start:\n{self.log.read_text(errors='replace')[-3000:]}"
+        raise RuntimeError(msg)
 
     def close(self) -> None:
         """End the server and its kernels."""
@@ -107,19 +112,28 @@ class Lab:
         self.page = page
         self.server = server
 
-    def open(self, name: str, cells: list[str], *, kernel: bool = True, theme: str = "light") -> None:
-        """Open a notebook; `kernel` waits until one is idle."""
+    def open(self, name: str, cells: list[str] | None = None, *, kernel: bool = True) -> None:
+        """Open a notebook, new if there is none of this name; with a kernel, wait until it is idle."""
         if not (self.server.folder / name).exists():
-            self.server.notebook(name, cells)
-        self.page.goto(f"{self.server.url}/lab/tree/{name}?reset&token={self.server.token}")
-        self.page.wait_for_function("() => window.jupyterapp?.shell?.currentWidget?.content?.model", timeout=CELL_MS)
-        self.theme(theme)
-        self.page.evaluate("() => { const s = window.jupyterapp.shell; if (!s.leftCollapsed) s.collapseLeft(); }")
+            self.server.notebook(name, cells or [])
+        self.page.goto(f"{self.server.url}/lab?reset&token={self.server.token}")
+        self.page.wait_for_function("() => window.jupyterapp?.restored !== undefined", timeout=CELL_MS)
+        self.page.evaluate(
+            """async ([path, start]) => {
+                const app = window.jupyterapp;
+                await app.restored;
+                const kernelPreference = start ? {} : {shouldStart: false, canStart: false, autoStartDefault: false};
+                await app.commands.execute('docmanager:open', {path, factory: 'Notebook', kernelPreference});
+                if (!app.shell.leftCollapsed) app.shell.collapseLeft();
+            }""",
+            [name, kernel],
+        )
+        self.page.wait_for_function(
+            "(name) => window.jupyterapp.shell.currentWidget?.context?.path === name", arg=name, timeout=CELL_MS
+        )
+        self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.ready")
         if kernel:
-            self.page.wait_for_function(
-                "() => window.jupyterapp.shell.currentWidget.context.sessionContext.session?.kernel?.status === 'idle'",
-                timeout=CELL_MS,
-            )
+            self.until_kernel("idle")
 
     def theme(self, name: str) -> None:
         """JupyterLab's own "light" or "dark"."""
@@ -145,6 +159,29 @@ class Lab:
             [code, wait],
         )
 
+    def forget(self, kept: int) -> None:
+        """Take all cells but the first `kept` away."""
+        self.page.evaluate(
+            """(kept) => {
+                const cells = window.jupyterapp.shell.currentWidget.content.model.sharedModel;
+                if (cells.cells.length > kept) cells.deleteCellRange(kept, cells.cells.length);
+            }""",
+            kept,
+        )
+
+    def count(self) -> int:
+        """How many cells there are."""
+        return self.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.cells.length")
+
+    def until_kernel(self, status: str) -> None:
+        """Wait until the kernel is "idle" or "busy"."""
+        self.page.wait_for_function(
+            """(status) => window.jupyterapp.shell.currentWidget.context.sessionContext.session?.kernel?.status
+                === status""",
+            arg=status,
+            timeout=CELL_MS,
+        )
+
     def output(self) -> str:
         """The text of the last cell's output."""
         return self.page.evaluate(
@@ -158,3 +195,22 @@ class Lab:
     def shut_down_kernel(self) -> None:
         """End this notebook's kernel."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.sessionContext.shutdown()")
+
+    # ------------------------------------------------------------------------------- the dashboard
+
+    def card(self, place: int):
+        """The card of a stage of the first dashboard."""
+        return self.page.locator(".omni-card").nth(place)
+
+    def until_card(self, place: int, words: str, timeout_ms: float = 20_000) -> None:
+        """Wait until a card says something."""
+        self.page.wait_for_function(
+            "([place, words]) => document.querySelectorAll('.omni-card')[place]?.innerText.includes(words)",
+            arg=[place, words],
+            timeout=timeout_ms,
+            polling=20,
+        )
+
+    def press(self, place: int, name: str) -> None:
+        """Click a button of a card."""
+        self.card(place).get_by_role("button", name=name, exact=True).click()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_notebook.notebook.dashboard import orders, panels, parts, svg
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from omni_notebook.notebook.dashboard.devices import Device
     from omni_notebook.notebook.dashboard.log import Log
@@ -75,41 +76,56 @@ class Drawer:
         self._chart = ""
         self._chart_of: tuple[object, ...] = ()
         self._chart_s = float("-inf")
-        self._log = self._reclaimed = ""
-        self._log_of = -1
+        self._cards: dict[int, tuple[tuple[object, ...], Card]] = {}
+        self._host = _Kept(parts.host)
+        self._devices = _Kept(parts.devices)
+        self._log, self._reclaimed = _Kept(parts.log_html), _Kept(parts.reclaimed)
 
     def draw(self, view: View, *, last: bool = False) -> Frame:
         """The frame of a view."""
-        closed = view.status.closed
-        cards = tuple(
-            Card(
-                stage,
-                parts.card(stage, closed=closed),
-                orders.buttons(stage, closed=closed),
-                parts.below(stage, note.text, wrong=note.wrong, closed=closed),
-            )
-            for stage in view.status.stages
-            for note in (view.notes.get(stage.stage_id, Note()),)
-        )
-        if view.log.count != self._log_of:
-            self._log_of = view.log.count
-            self._log, self._reclaimed = parts.log_html(view.log), parts.reclaimed(view.log)
-        self._draw_chart(view)
+        status, log = view.status, view.log
         return Frame(
-            view,
-            last,
-            parts.head(view.status, view.trouble),
-            cards,
-            self._chart,
-            self._reclaimed,
-            parts.host(view.status),
-            parts.devices(view.devices),
-            self._log,
+            view=view,
+            last=last,
+            head=parts.head(status, view.trouble),
+            cards=tuple(self._card(stage, view) for stage in status.stages),
+            reclaimed=self._reclaimed.drawn(log, log.count),
+            host=self._host.drawn(status.stages, status.stages),
+            devices=self._devices.drawn(view.devices, view.devices),
+            log=self._log.drawn(log, log.count),
+            chart=self._draw_chart(view),
         )
 
-    def _draw_chart(self, view: View) -> None:
+    def _card(self, stage: StageStatus, view: View) -> Card:
+        closed, note = view.status.closed, view.notes.get(stage.stage_id, Note())
+        facts = stage, closed, note
+        known = self._cards.get(stage.stage_id)
+        if known is None or known[0] != facts:
+            below = parts.below(stage, note.text, wrong=note.wrong, closed=closed)
+            card = Card(stage, parts.card(stage, closed=closed), orders.buttons(stage, closed=closed), below)
+            known = self._cards[stage.stage_id] = facts, card
+        return known[1]
+
+    def _draw_chart(self, view: View) -> str:
         shape = (view.window.keys, view.window.values[:, -1:].tobytes(), view.log.count, len(view.window.times) > 1)
         if shape == self._chart_of and 0 <= view.at_s - self._chart_s < REDRAW_S:
-            return
+            return self._chart
         self._chart_of, self._chart_s = shape, view.at_s
-        self._chart = parts.dash(svg.chart_html(panels.chart(view.window, view.status, view.log)))
+        drawn = svg.chart_html(panels.chart(view.window, view.status, view.log))
+        self._chart = parts.dash(drawn, drawn_ms=round(1e3 * time.time()))
+        return self._chart
+
+
+class _Kept:
+    """A part that is drawn again only when what it was drawn from has changed."""
+
+    def __init__(self, draw: Callable[[Any], str]) -> None:
+        self._draw = draw
+        self._facts: object = None
+        self._text = ""
+
+    def drawn(self, source: Any, facts: object) -> str:
+        """`draw(source)`, made anew where `facts` are others than the last time."""
+        if self._facts is None or self._facts != facts:
+            self._facts, self._text = facts, self._draw(source)
+        return self._text

@@ -2,7 +2,7 @@
 
 ipykernel 6 answers a press after the running cell. Versions 7.0 to 7.3 answer at once where the page uses a subshell
 (JupyterLab does), else after the cell. Since 7.4 a press is answered while an asynchronous cell waits, and after a
-synchronous one. The page tells nobody of a press that waits, so it is said beforehand.
+synchronous one, whatever the page uses. The page tells nobody of a press that waits, so it is said beforehand.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class KernelWatch:
 
     def waiting(self) -> bool:
         """Whether a press would have to wait."""
-        if self._loop is None or self.by_subshell:
+        if self._loop is None:
             return False
         now_s = time.monotonic()
         if self._held_by == _HELD_BY_ANY_CELL:
-            return self._cell_s is not None and now_s - self._cell_s > BUSY_S
+            return not self.by_subshell and self._cell_s is not None and now_s - self._cell_s > BUSY_S
         if self._asked_s is None:
             self._asked_s = now_s
             self._loop.add_callback(self._turned)

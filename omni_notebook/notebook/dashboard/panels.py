@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import EngineStatus, RankStatus, StageStatus
 
 MOST_PANELS = 16
+MOST_LARGE = 4
+"""So many panels are drawn large and fine."""
 MOST_ROWS = 32
 _SPANS_S = (15.0, 30.0, 60.0, 120.0)
-_PANEL_BUCKETS, _STRIP_BUCKETS = 120, 60
+_LARGE_BUCKETS, _SMALL_BUCKETS, _STRIP_BUCKETS = 120, 48, 60
 _DIFFER = 0.1
 """Ranks of one row of a strip differ if their resident shares are further apart than this."""
 
@@ -91,7 +93,8 @@ def chart(window: Window, status: EngineStatus, log: Log) -> Chart:
     now_s = float(window.times[-1]) if window.times.size else 0.0
     ages = now_s - window.times
     span_s = next((span for span in _SPANS_S if not ages.size or ages[0] <= span), _SPANS_S[-1])
-    view = _View(ages, window.values, _rows(window), log, now_s)
+    buckets = _SMALL_BUCKETS if MOST_LARGE < n_ranks <= MOST_PANELS else _LARGE_BUCKETS
+    view = _View(ages, window.values, _rows(window), log, now_s, buckets)
     if n_ranks <= MOST_PANELS:
         return Chart(span_s, tuple(p for stage in status.stages for p in _rank_panels(stage, view)), None, n_ranks)
     panels = tuple(_stage_panel(stage, view) for stage in status.stages)
@@ -105,6 +108,7 @@ class _View:
     rows: dict[Place, dict[int, list[int]]]
     log: Log
     now_s: float
+    buckets: int
 
     def stack(self, places: Iterable[Place]) -> NDArray[np.float64]:
         """[kind of tag, n]: the sums over these ranks; NaN where none of them is known."""
@@ -175,7 +179,7 @@ def _panel(
     *,
     alive: bool,
 ) -> Panel:
-    picked = decimated(stack, _PANEL_BUCKETS)
+    picked = decimated(stack, view.buckets)
     return Panel(title, view.ages_s[picked], stack[:, picked], *sizes, marks, alive)
 
 

@@ -38,14 +38,17 @@ CSS = f"""
 .omni-dash .omni-grid svg {{ width: 100%; max-width: calc(var(--omni-width) * 1.3); overflow: visible; }}
 .omni-dash .omni-facts {{ display: grid; grid-template-columns: max-content 1fr; gap: 0 10px; }}
 .omni-dash .omni-facts > :nth-child(odd) {{ color: {looks.SOFT}; }}
+.omni-dashboard .widget-html, .omni-dashboard .widget-html-content {{ min-width: 0; max-width: 100%; }}
+.omni-dashboard .jupyter-widget-Collapse-header {{ color: {looks.INK}; }}
 .omni-card {{ border: 1px solid {looks.LINE}; border-radius: 4px; }}
 .omni-card .jupyter-button {{ width: auto; padding: 0 9px; }}
 """.strip()
 
 
-def dash(content: str) -> str:
-    """Content under the dashboard's style."""
-    return f'<div class="omni-dash">{content}</div>'
+def dash(content: str, *, drawn_ms: int | None = None) -> str:
+    """Content under the dashboard's style; `drawn_ms` is the wall clock's time of a drawing."""
+    stamp = "" if drawn_ms is None else f' data-drawn-ms="{drawn_ms}"'
+    return f'<div class="omni-dash"{stamp}>{content}</div>'
 
 
 # ------------------------------------------------------------------------------------------ words
@@ -196,10 +199,10 @@ def _group_bar(stage: int, group: Sequence[OmniACK], first: int) -> charts.Bar:
     return charts.Bar(f"stage {stage} · ranks {first}–{first + len(group) - 1}", tuple(segments), text)
 
 
-def host(status: EngineStatus) -> str:
+def host(stages: Sequence[StageStatus]) -> str:
     """Device memory and its copy on the host, a stage."""
     bars = []
-    for stage in status.stages:
+    for stage in stages:
         resident, mapped = resident_bytes(stage.ranks), mapped_bytes(stage.ranks)
         copy = sum(rank.host_backup_bytes for rank in stage.ranks)
         pool = (charts.Segment(charts.RESIDENT, resident), charts.Segment(charts.ABSENT, mapped - resident))

@@ -16,6 +16,7 @@ from omni_notebook.notebook.dashboard.devices import DeviceProbe
 from omni_notebook.notebook.dashboard.drawing import Drawer, Note, View
 from omni_notebook.notebook.dashboard.log import Log
 from omni_notebook.notebook.dashboard.series import Clock, Key, Timeline
+from omni_notebook.protocol import AckEvent, StateEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +69,8 @@ class Sampler:
             self._heard_all.set()
 
     def _take(self, event: Event) -> None:
-        self._events.append((event, time.monotonic()))
+        if isinstance(event, AckEvent | StateEvent):  # memory and requests come with the next status
+            self._events.append((event, time.monotonic()))
 
     # --------------------------------------------------------------------------------- listeners
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MOST_ACKS = 32
 _EDGE = 8
+_NO_WIDGET = ".jp-OutputArea-child:has(+ .jp-OutputArea-child .{name}):not(:has(.omni-dashboard)) {{ display: none; }}"
 
 
 def bundle(frame: Frame, name: str = "", *, png: bool = True) -> dict[str, Any]:
@@ -50,14 +51,18 @@ def as_text(frame: Frame) -> str:
 
 
 def as_html(frame: Frame, name: str = "") -> str:
-    """A picture and tables; no script, no style sheet, nothing from elsewhere."""
+    """A picture and tables; no script, nothing from elsewhere.
+
+    The style hides, in JupyterLab, the line "Loading widget…" that stands above where no kernel makes the widget.
+    """
     words = looks.text(f"{title(frame)}. {'; '.join(_spoken(frame))}")
     source = base64.b64encode(picture(frame).encode()).decode()
     acks = frame.view.log.last_acks[:MOST_ACKS]
     answers = html.as_html(tables.ack_table(acks)) if acks else ""
     image = f'<img alt="{words}" src="data:image/svg+xml;base64,{source}" style="max-width:100%">'
     status = html.as_html(tables.status_table(frame.view.status))
-    return f'<div class="omni-still {looks.text(name)}">{image}{status}{answers}</div>'
+    style = f"<style>{_NO_WIDGET.format(name=name)}</style>" if name else ""
+    return f'<div class="omni-still {name}">{style}{image}{status}{answers}</div>'
 
 
 def _spoken(frame: Frame) -> list[str]:
@@ -68,8 +73,8 @@ def _spoken(frame: Frame) -> list[str]:
 def picture(frame: Frame) -> str:
     """The chart as one SVG file on white."""
     chart = _chart(frame)
-    shape = svg.LARGE if len(chart.panels) <= 4 else svg.SMALL
-    columns = 2 if len(chart.panels) <= 4 else 3
+    large = len(chart.panels) <= panels.MOST_LARGE
+    shape, columns = (svg.LARGE, 2) if large else (svg.SMALL, 3)
     rows = -(-len(chart.panels) // columns)
     top = 44
     placed = [

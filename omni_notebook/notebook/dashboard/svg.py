@@ -9,6 +9,7 @@ import numpy as np
 from omni_notebook import units
 from omni_notebook.notebook.charts import RED
 from omni_notebook.notebook.dashboard import looks
+from omni_notebook.notebook.dashboard.panels import MOST_LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,7 @@ def chart_html(chart: Chart) -> str:
     """The whole chart: legend, panels side by side as the page has room, and the strip."""
     if not chart.panels:
         return f'<div class="omni-none">{_NO_RANKS}</div>'
-    frame = LARGE if len(chart.panels) <= 4 else SMALL
+    frame = LARGE if len(chart.panels) <= MOST_LARGE else SMALL
     panels = "".join(panel_svg(panel, chart.span_s, frame) for panel in chart.panels)
     grid = f'<div class="omni-grid" style="--omni-width:{frame.width}px">{panels}</div>'
     strip = "" if chart.strip is None else strip_svg(chart.strip, chart.span_s)

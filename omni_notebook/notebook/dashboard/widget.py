@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.engine_api import Engine
 
 VIEW = "application/vnd.jupyter.widget-view+json"
-_KEEP_MOVED_S, _KEEP_STILL_S = 2.0, 30.0
+_SETTLED_S, _KEEP_MOVED_S, _KEEP_STILL_S = 1.0, 10.0, 30.0
 _WRAP = {"display": "flex", "flex_flow": "row wrap", "width": "100%", "overflow": "visible"}
 
 
@@ -51,7 +51,8 @@ class StageCard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
         self._text.value, self._below.value = card.html, card.below
         for button in card.buttons:
             shown = self._buttons[button.press]
-            shown.disabled, shown.tooltip = not button.enabled, button.tooltip
+            with shown.hold_sync():  # one message for both
+                shown.disabled, shown.tooltip = not button.enabled, button.tooltip
 
 
 class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
@@ -67,7 +68,8 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
         self._watch = watch_kernel()
         self._stills: list[Any] = []
         self._kept: tuple[object, ...] = ()
-        self._kept_s = float("-inf")
+        self._facts: tuple[object, ...] = ()
+        self._kept_s = self._facts_s = float("-inf")
         self._seen = False
         self._pieces: Pieces | None = None
         self.sampler: sampler.Sampler | None = sampler.attach(engine, self._show)
@@ -98,12 +100,16 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
         self._keep(frame)
 
     def _keep(self, frame: Frame) -> None:
-        """Bring the still pictures up to date: soon after something happened, now and then else."""
-        facts = frame.view.log.count, frame.view.status.closed, *(card.stage.state for card in frame.cards)
-        age_s = frame.view.at_s - self._kept_s
-        if not frame.last and age_s < (_KEEP_MOVED_S if facts != self._kept else _KEEP_STILL_S):
+        """Bring the still pictures up to date: once what happened has settled, and now and then while things go on."""
+        now_s, facts = frame.view.at_s, _facts(frame)
+        if facts != self._facts:
+            self._facts, self._facts_s = facts, now_s
+        age_s = now_s - self._kept_s
+        settled = now_s - self._facts_s >= _SETTLED_S
+        due = age_s >= (_KEEP_STILL_S if facts == self._kept else 0.0 if settled else _KEEP_MOVED_S)
+        if not (due or frame.last):
             return
-        self._kept, self._kept_s = facts, frame.view.at_s
+        self._kept, self._kept_s = facts, now_s
         if self._stills:
             data = still.bundle(frame, self._still_class, png=frame.last)
             for shown in self._stills:
@@ -159,7 +165,8 @@ class Pieces:
         style = f"<style>{parts.CSS}\n.{name}-still {{ display: none; }}</style>"
         self._notice, self._head = widgets.HTML(""), widgets.HTML(frame.head)
         self._cards = {card.stage.stage_id: StageCard(card, press) for card in frame.cards}
-        self._chart, self._reclaimed, self._host = (widgets.HTML(self._own(text)) for text in _drawn(frame))
+        drawn = (frame.chart, frame.reclaimed, frame.host)
+        self._chart, self._reclaimed, self._host = (widgets.HTML(self._own(text)) for text in drawn)
         self._devices, self._log = widgets.HTML(frame.devices), widgets.HTML(frame.log)
         self._table = widgets.HTML("")
         self._accordion = widgets.Accordion([self._table], titles=("The numbers of the charts as a table",))
@@ -177,11 +184,12 @@ class Pieces:
 
     def show(self, frame: Frame, *, waits: bool) -> None:
         """Another frame; widgets whose text is as before send nothing."""
-        self._head.value = frame.head
-        self._notice.value = parts.notice(WAITS) if waits else ""
+        self._chart.value = self._own(frame.chart)
         for card in frame.cards:
             self._cards[card.stage.stage_id].show(card)
-        self._chart.value, self._reclaimed.value, self._host.value = map(self._own, _drawn(frame))
+        self._head.value = frame.head
+        self._notice.value = parts.notice(WAITS) if waits else ""
+        self._reclaimed.value, self._host.value = self._own(frame.reclaimed), self._own(frame.host)
         self._devices.value, self._log.value = frame.devices, frame.log
         if self._accordion.selected_index is not None:
             self._table.value = frame.table()
@@ -191,8 +199,10 @@ class Pieces:
         return drawn.replace(looks.IDS, f"{self._name}-")
 
 
-def _drawn(frame: Frame) -> tuple[str, str, str]:
-    return frame.chart, frame.reclaimed, frame.host
+def _facts(frame: Frame) -> tuple[object, ...]:
+    """What a still picture must not get wrong."""
+    stages = tuple((card.stage.state, card.stage.level, card.stage.pause_state) for card in frame.cards)
+    return frame.view.log.count, frame.view.status.closed, stages
 
 
 def close_tree(widget: widgets.Widget) -> None:

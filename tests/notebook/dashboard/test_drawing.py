@@ -272,7 +272,7 @@ def test_reclaimed_bars_of_many_ranks_are_grouped_and_lose_no_byte():
 
 
 def test_host_copies_stand_beside_device_memory():
-    text = re.sub(r"<[^>]*>", "|", parts.host(status(stage(0), stage(1))))
+    text = re.sub(r"<[^>]*>", "|", parts.host((stage(0), stage(1))))
     assert "stage 1 · device|" in text
     assert "67.0 MiB of 259.0 MiB" in text
     assert "stage 1 · host copy|" in text

@@ -1,0 +1,221 @@
+"""The dashboard: CPU of a frame, memory over ten thousand of them, and what an open one costs generation."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks import Figure
+from omni_notebook.memory.host import rss_bytes
+from omni_notebook.notebook.dashboard.drawing import Drawer, View
+from omni_notebook.notebook.dashboard.log import Log
+from omni_notebook.notebook.dashboard.sampler import add_status
+from omni_notebook.notebook.dashboard.series import Timeline
+from omni_notebook.protocol import (
+    MIB,
+    AckEvent,
+    AckMetadata,
+    EngineStatus,
+    MemoryState,
+    OmniACK,
+    PauseState,
+    RankStatus,
+    StageStatus,
+    TagMemory,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from omni_notebook.engine.async_omni import AsyncOmni
+
+FRAME_MS, COST = 50.0, 0.01
+FRAMES, GROWN_MIB = 10_000, 8.0
+PAIRS, IMAGES, STEPS = 14, 6, 40
+TAGS = ("weights", "kv_cache", "ballast")
+
+
+def _status(n_ranks: int, shares: NDArray[np.float64]) -> EngineStatus:
+    """Two stages; `shares` [rank] is how much of each rank's memory is there."""
+    ranks = [
+        RankStatus(
+            rank=number,
+            replica=0,
+            pid=1000 + number,
+            device="cpu",
+            alive=True,
+            tags={tag: TagMemory(400 * MIB, int(400 * MIB * shares[number])) for tag in TAGS},
+            host_backup_bytes=400 * MIB,
+            process_bytes=900 * MIB,
+        )
+        for number in range(n_ranks)
+    ]
+    half = n_ranks // 2
+    stages = tuple(_stage(number, tuple(own)) for number, own in enumerate((ranks[:half], ranks[half:])))
+    return EngineStatus(model="demo", closed=False, paused=False, uptime_s=1.0, stages=stages)
+
+
+def _stage(number: int, ranks: tuple[RankStatus, ...]) -> StageStatus:
+    return StageStatus(
+        stage_id=number,
+        name="simulated",
+        kind="ar",
+        runtime="torch",
+        model="demo",
+        state=MemoryState.AWAKE,
+        level=None,
+        awake_tags=TAGS,
+        pause_state=PauseState.OPEN,
+        pause_mode=None,
+        weight_version="v1",
+        recoverable=True,
+        running=1,
+        queued=0,
+        in_transit=0,
+        waiting_at_gate=0,
+        ballast_bytes=0,
+        ranks=ranks,
+        last_error=None,
+    )
+
+
+def _ack(task: int, rank: int) -> AckEvent:
+    facts = AckMetadata(source="simulated", state="COLD", level=1, pid=1000 + rank, residual_bytes=MIB).to_dict()
+    ack = OmniACK(task_id=f"t{task}", status="SUCCESS", stage_id=0, rank=rank, freed_bytes=MIB, metadata=facts)
+    return AckEvent(time.time(), "sleep", ack)
+
+
+class _Frames:
+    """Frames of an engine in which every rank's memory changes with every sample: the worst case."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._n_ranks = n_ranks
+        self._random = np.random.default_rng(0)
+        self._timeline, self._log, self._drawer = Timeline(), Log(), Drawer()
+        self._at_s = 0.0
+        self._task = 0
+
+    def sample(self) -> EngineStatus:
+        """One sample more, and now and then an order."""
+        self._at_s += 0.2
+        status = _status(self._n_ranks, self._random.random(self._n_ranks))
+        add_status(self._timeline, self._at_s, status)
+        if int(self._at_s * 5) % 50 == 0:
+            self._task += 1
+            for rank in range(self._n_ranks // 2):
+                self._log.take(_ack(self._task, rank), self._at_s)
+        return status
+
+    def draw(self, status: EngineStatus) -> int:
+        """One frame; how many characters."""
+        frame = self._drawer.draw(View(status, self._timeline.window(), self._log, (), {}, "", self._at_s))
+        return len(frame.chart) + len(frame.log) + len(frame.reclaimed) + len(frame.host)
+
+
+def _frame(n_ranks: int) -> Figure:
+    frames = _Frames(n_ranks)
+    for _ in range(600):
+        status = frames.sample()
+    took, sizes = [], []
+    for _ in range(40):
+        status = frames.sample()
+        began = time.process_time()
+        sizes.append(frames.draw(status))
+        took.append(1e3 * (time.process_time() - began))
+    worst = statistics.quantiles(took, n=20)[-1]
+    return Figure(
+        what=f"one frame, {n_ranks} ranks, p95",
+        value=worst,
+        unit="ms of CPU",
+        bar=f"≤ {FRAME_MS:g} ms" if n_ranks == 256 else "",
+        met=worst <= FRAME_MS if n_ranks == 256 else None,
+        note=f"median {statistics.median(took):.1f} ms, {statistics.mean(sizes) / 1024:.0f} KiB; all ranks change",
+    )
+
+
+def _memory() -> Figure:
+    """What the process holds after ten thousand frames, above what it held when every ring was full."""
+    frames = _Frames(256)
+    settled = 0
+    for number in range(FRAMES):
+        frames.draw(frames.sample())
+        if number == FRAMES // 4:
+            gc.collect()
+            settled = rss_bytes()
+    gc.collect()
+    grown = rss_bytes() - settled
+    return Figure(
+        what=f"memory grown over {FRAMES} frames, 256 ranks",
+        value=grown / MIB,
+        unit="MiB",
+        floor=settled / MIB,
+        floor_is="held once full",
+        bar=f"≤ {GROWN_MIB:g} MiB",
+        met=grown <= GROWN_MIB * MIB,
+        note="resident memory of the process; a frame is 0.15 MiB",
+    )
+
+
+def _images_per_second(engine: AsyncOmni) -> float:
+    async def draw() -> None:
+        for seed in range(IMAGES):
+            async for _ in engine.generate("a red star", sampling_params={"num_inference_steps": STEPS, "seed": seed}):
+                pass
+
+    began = time.perf_counter()
+    engine.submit(draw()).result()
+    return IMAGES / (time.perf_counter() - began)
+
+
+def _cost(executor: str) -> Figure:
+    """Throughput with a dashboard open against without, in turns."""
+    from omni_notebook import AsyncOmni, dashboard  # noqa: PLC0415  (torch)
+
+    losses, bare_rates = [], []
+    with AsyncOmni("demo", executor=executor) as engine:
+        asyncio.run(engine.check_health())
+        _images_per_second(engine)
+        for pair in range(PAIRS):
+            rates = {}
+            for watched in (True, False) if pair % 2 else (False, True):
+                shown = dashboard(engine) if watched else None
+                rates[watched] = _images_per_second(engine)
+                if shown is not None:
+                    shown.close()
+            losses.append(1 - rates[True] / rates[False])
+            bare_rates.append(rates[False])
+    mean = statistics.mean(losses)
+    half = 2.16 * statistics.stdev(losses) / PAIRS**0.5  # Student's t for 13 degrees of freedom, 95 %
+    met = True if mean + half <= COST else False if mean - half > COST else None
+    return Figure(
+        what=f"generation with a dashboard open, executor {executor}",
+        value=1e2 * mean,
+        unit="% slower",
+        floor=statistics.median(bare_rates),
+        floor_is="images/s without, not %",
+        bar=f"≤ {COST:.0%}",
+        met=met,
+        note=f"± {1e2 * half:.1f} % (95 %), {PAIRS} pairs",
+    )
+
+
+def measure() -> Iterator[Figure]:
+    """All of them; takes some minutes."""
+    for n_ranks in (2, 16, 256, 1024):
+        yield _frame(n_ranks)
+    yield _memory()
+    for executor in ("uni", "mp"):
+        yield _cost(executor)
+
+
+if __name__ == "__main__":
+    for figure in measure():
+        sys.stdout.write(f"{figure}\n")

@@ -206,6 +206,10 @@ def test_what_has_no_form_on_the_wire_is_refused_on_the_side_that_sends(mp: Run)
         for answers in (await executor.call("echo", object()), await executor.call("unsendable")):
             assert isinstance(answers[0].error, ArgumentError)
             assert "can not be sent between processes" in str(answers[0].error)
+        for name in ("\ud800", "a\udcff"):
+            error = (await executor.call("echo", name))[0].error
+            assert isinstance(error, ArgumentError)
+            assert "surrogates not allowed" in str(error)
         wrong = (await executor.call("ping", 5))[0].error
         assert isinstance(wrong, ArgumentError)
         assert "'ping': Expected `array` of length 0" in str(wrong)

@@ -192,6 +192,9 @@ def test_an_error_of_a_foreign_class_keeps_its_name_and_its_traceback(mp: Run) -
         assert "in fail" in error.remote_traceback
         ended = (await executor.call("fail", "exit"))[0].error
         assert (type(ended), ended.type_name) == (RemoteWorkerError, "SystemExit")
+        broken = (await executor.call("fail", "surrogate"))[0].error
+        assert isinstance(broken, ValueError)
+        assert str(broken) == r"no weights in \udcff.safetensors"
         bad = (await executor.call("fail", "unicode"))[0].error
         assert isinstance(bad, UnicodeDecodeError)
         ours = (await executor.call("fail", "config"))[0].error

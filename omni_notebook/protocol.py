@@ -219,11 +219,16 @@ class WakeTask(msgspec.Struct, frozen=True, kw_only=True):
 # ----------------------------------------------------------------------------------------- adapters
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a name can be sent, stored and shown; a lone surrogate, of a broken file name say, can not."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 class LoRARequest(msgspec.Struct, frozen=True):
     """A LoRA adapter: what people call it, its number (1 or more), its folder in peft's format. vLLM's field names.
 
     Raises:
-        ArgumentError: an empty name or path, or a number below 1.
+        ArgumentError: an empty name or path, a name that is not Unicode, or a number below 1.
     """
 
     lora_name: str
@@ -238,6 +243,9 @@ class LoRARequest(msgspec.Struct, frozen=True):
             if not isinstance(value, str) or not value.strip():
                 msg = f"{key}={value!r} is not a non-empty string; nothing changed"
                 raise ArgumentError(msg)
+        if not is_unicode(self.lora_name):
+            msg = f"lora_name={self.lora_name!r} is not Unicode text; nothing changed"
+            raise ArgumentError(msg)
         number: Any = self.lora_int_id
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             msg = f"lora_int_id={number!r} is not a whole number of 1 or more; nothing changed"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError
-from omni_notebook.protocol import MemoryState, PauseMode
+from omni_notebook.protocol import MemoryState, PauseMode, is_unicode
 from omni_notebook.stages.tensor_source import TensorSource
 
 if TYPE_CHECKING:
@@ -155,9 +155,9 @@ def check_version(version: Any) -> str | None:
     """A name for weights; None = their checksum's start.
 
     Raises:
-        ArgumentError: not a text, or an empty one.
+        ArgumentError: not a text, an empty one, or not Unicode.
     """
-    if version is not None and not (isinstance(version, str) and version.strip()):
-        msg = f"version={version!r} is not a non-empty string. Nothing changed"
+    if version is not None and not (isinstance(version, str) and version.strip() and is_unicode(version)):
+        msg = f"version={version!r} is not a non-empty string of Unicode text. Nothing changed"
         raise ArgumentError(msg)
     return version

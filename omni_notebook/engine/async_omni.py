@@ -14,7 +14,7 @@ from omni_notebook.engine.core import Core
 from omni_notebook.engine.flow import NEVER_S
 from omni_notebook.engine.loop import EngineLoop, awaited
 from omni_notebook.engine.lora_calls import LoRACalls
-from omni_notebook.errors import ArgumentError, UnsupportedError
+from omni_notebook.errors import UnsupportedError
 from omni_notebook.protocol import MemoryState, SleepTask, WakeTask, new_task_id
 from omni_notebook.stages.waiting import Deadline
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from omni_notebook.engine.events import Subscription
+    from omni_notebook.engine.flow import Flow
     from omni_notebook.protocol import EngineStatus, LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
 
 T = TypeVar("T")
@@ -249,13 +250,18 @@ class AsyncOmni(LoRACalls):
         """
         bound = arguments.check_timeout(timeout)
         known_id = uuid.uuid4().hex[:12] if request_id is None else request_id
-        ended = False
-        try:
-            flow = await self._run(
-                lambda: self._core.admit(
+        begun: list[Flow] = []
+
+        async def admit() -> None:
+            begun.append(
+                await self._core.admit(
                     prompt, known_id, sampling_params, output_modalities, admission_timeout, lora_request
                 )
             )
+
+        try:
+            await self._run(admit)
+            (flow,) = begun
             deadline = Deadline(NEVER_S if bound is None else bound)
             done = False
             while not done:
@@ -265,17 +271,9 @@ class AsyncOmni(LoRACalls):
                     continue
                 done = output.finished
                 yield output
-            ended = True
-        except ArgumentError:
-            ended = True  # nothing was started; the id may be another request's
-            raise
         finally:
-            if not ended:
-                self._abort_soon(known_id)
-
-    def _abort_soon(self, request_id: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
-            self._loop.loop.call_soon_threadsafe(self._core.abort, request_id)
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
+                self._loop.loop.call_soon_threadsafe(self._core.abandon, begun)
 
     async def abort(self, request_id: str) -> bool:
         """End a request with a terminal output (state "aborted"); whether it was in progress."""

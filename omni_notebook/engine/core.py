@@ -25,6 +25,7 @@ from omni_notebook.protocol import (
     MemoryState,
     PauseState,
     StateEvent,
+    is_unicode,
     sampling_params_from,
 )
 from omni_notebook.stages.stage import Stage
@@ -214,8 +215,8 @@ class Core:
     def _check_id(self, request_id: Any) -> str:
         if request_id is None:
             return uuid.uuid4().hex[:12]
-        if not isinstance(request_id, str) or not request_id:
-            msg = f"request_id={request_id!r} is not a non-empty string; nothing was started"
+        if not isinstance(request_id, str) or not request_id or not is_unicode(request_id):
+            msg = f"request_id={request_id!r} is not a non-empty string of Unicode text; nothing was started"
             raise ArgumentError(msg)
         if request_id in self._flows:
             msg = f"request_id {request_id!r} is already in progress; nothing was started"
@@ -238,6 +239,12 @@ class Core:
         """End one request with a terminal output; whether it was in progress."""
         flow = self._flows.get(request_id)
         return flow is not None and flow.stage.abort(request_id)
+
+    def abandon(self, begun: Sequence[Flow]) -> None:
+        """End requests whose client went away; another one of the same id is not theirs."""
+        for flow in begun:
+            if self._flows.get(flow.request_id) is flow:
+                flow.stage.abort(flow.request_id)
 
     def _in_transit(self, stage: Stage) -> int:
         return sum(flow.heads_for(stage) for flow in list(self._flows.values()))

@@ -65,7 +65,11 @@ class EngineLoop:
 
 
 async def awaited(work: Future[T]) -> T:
-    """The result of work on another loop; cancelling the caller cancels the work."""
+    """The result of work on another loop; cancelling the caller cancels the work.
+
+    Raises:
+        EngineClosedError: that loop ended before the work did.
+    """
     future = asyncio.wrap_future(work)
     try:
         while not future.done():
@@ -74,4 +78,7 @@ async def awaited(work: Future[T]) -> T:
         if not future.cancel() and not future.cancelled():
             future.exception()  # seen: the caller goes away without it
         raise
+    if future.cancelled():
+        msg = "the engine was shut down while this call was in progress; start a new one"
+        raise EngineClosedError(msg)
     return future.result()

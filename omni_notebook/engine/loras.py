@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from omni_notebook.engine.orders import Orders
     from omni_notebook.models.lora import Adapter
     from omni_notebook.stages.stage import Stage
+    from omni_notebook.stages.transitions import Context
     from omni_notebook.stages.waiting import Deadline
 
 
@@ -41,7 +42,6 @@ class Loras:
 
     async def add(self, request: LoRARequest, named: Sequence[Stage] | None, deadline: Deadline) -> bool:
         """See `AsyncOmni.add_lora`."""
-        lora_id = request.lora_int_id
         self._check_new(request)
         reading = asyncio.to_thread(_look, request, self._stages if named is None else named, strict=named is not None)
         try:
@@ -49,45 +49,41 @@ class Loras:
         except TimeoutError:
             msg = f"{request.lora_path} was not read within {deadline.seconds:g} s; nothing changed"
             raise DeadlineError(msg) from None
-        for stage in stages:
-            if lora_id in stage.loras and stage.loras[lora_id].digest != adapter.digest:
-                msg = (
-                    f"adapter {request.title} was added with other files than {request.lora_path} holds now; call "
-                    f"remove_lora({lora_id}) first. Nothing changed"
-                )
-                raise ArgumentError(msg)
-        todo = [stage for stage in stages if lora_id not in stage.loras]
-        if not todo:
-            return False
-        await self._orders.lora(
-            todo,
-            lambda: self._check_new(request),
-            lambda context: lora_orders.add(todo, request, adapter.digest, context),
-            deadline,
-        )
-        return True
+
+        def check() -> list[Stage]:
+            self._check_new(request)
+            return _without(stages, request, adapter.digest)
+
+        added: list[Stage] = []
+
+        async def change(context: Context) -> None:
+            added.extend(check())  # another call may have added it before this one had the locks
+            if added:
+                await lora_orders.add(added, request, adapter.digest, context)
+
+        if todo := check():
+            await self._orders.lora(todo, check, change, deadline)
+        return bool(added)
 
     async def remove(self, lora_id: int, deadline: Deadline) -> bool:
         """See `AsyncOmni.remove_lora`."""
-        stages = self._having(lora_id)
-        if not stages:
-            return False
-        await self._orders.lora(
-            stages,
-            lambda: self._check_unnamed(stages, lora_id),
-            lambda context: lora_orders.remove(stages, lora_id, context),
-            deadline,
-        )
-        return True
+        removed: list[Stage] = []
+
+        async def change(context: Context) -> None:
+            removed.extend(self._having(lora_id))  # another call may have removed it before this one had the locks
+            if removed:
+                await lora_orders.remove(removed, lora_id, context)
+
+        if stages := self._having(lora_id):
+            await self._orders.lora(stages, lambda: self._check_unnamed(lora_id), change, deadline)
+        return bool(removed)
 
     async def pin(self, lora_id: int, deadline: Deadline) -> bool:
         """See `AsyncOmni.pin_lora`."""
-        stages = self._having(lora_id)
-        if not stages:
-            raise ArgumentError(self._unknown(lora_id, "Nothing changed"))
+        stages = self._check_there(lora_id)
         await self._orders.lora(
             stages,
-            lambda: self._check_slots(stages, lora_id),
+            lambda: self._check_slots(self._check_there(lora_id), lora_id),
             lambda context: lora_orders.pin(stages, lora_id, context),
             deadline,
         )
@@ -95,6 +91,17 @@ class Loras:
 
     def _having(self, lora_id: int) -> list[Stage]:
         return [stage for stage in self._stages if lora_id in stage.loras]
+
+    def _check_there(self, lora_id: int) -> list[Stage]:
+        """The stages that have an adapter.
+
+        Raises:
+            ArgumentError: none has.
+        """
+        stages = self._having(lora_id)
+        if not stages:
+            raise ArgumentError(self._unknown(lora_id, "Nothing changed"))
+        return stages
 
     def _check_new(self, request: LoRARequest) -> None:
         """Refuse an id or a name that another adapter has.
@@ -112,13 +119,13 @@ class Loras:
                 )
                 raise ArgumentError(msg)
 
-    def _check_unnamed(self, stages: Sequence[Stage], lora_id: int) -> None:
+    def _check_unnamed(self, lora_id: int) -> None:
         """Refuse to take away what a request that is here still needs.
 
         Raises:
             StageBusyError: names the request.
         """
-        for stage in stages:
+        for stage in self._having(lora_id):
             needed_by = [flow.request_id for flow in self._flows() if flow.uses(stage, lora_id)]
             if needed_by:
                 title = self.known()[lora_id].title
@@ -253,6 +260,23 @@ def _look(request: LoRARequest, stages: Sequence[Stage], *, strict: bool) -> tup
     for stage in fitting:
         check_rank(adapter, stage.config.max_lora_rank)
     return adapter, fitting
+
+
+def _without(stages: Sequence[Stage], request: LoRARequest, digest: str) -> list[Stage]:
+    """The stages that do not have an adapter, whose files have this digest.
+
+    Raises:
+        ArgumentError: one has it from other files.
+    """
+    lora_id = request.lora_int_id
+    for stage in stages:
+        if lora_id in stage.loras and stage.loras[lora_id].digest != digest:
+            msg = (
+                f"adapter {request.title} was added with other files than {request.lora_path} holds now; call "
+                f"remove_lora({lora_id}) first. Nothing changed"
+            )
+            raise ArgumentError(msg)
+    return [stage for stage in stages if lora_id not in stage.loras]
 
 
 def _busy(stage: Stage, why: str) -> StageBusyError:

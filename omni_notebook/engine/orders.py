@@ -116,7 +116,7 @@ class Orders:
     async def lora(
         self,
         stages: Sequence[Stage],
-        check: Callable[[], None],
+        check: Callable[[], object],
         change: Callable[[Context], Awaitable[None]],
         deadline: Deadline,
     ) -> None:

@@ -30,7 +30,8 @@ class Installed:
 class StageLoras:
     """A stage's adapters by their ids; each replica has `slots`, so many adapters can be in use there at a time.
 
-    `on_lost` is called for an adapter that a restart could not bring back, with the error for requests that name it.
+    `on_lost` is called for an adapter that was removed, or that a restart could not bring back, with the error for
+    requests that name it.
     """
 
     def __init__(self, slots: int) -> None:

@@ -148,6 +148,7 @@ async def remove(stages: Sequence[Stage], lora_id: int, context: Context) -> Non
             if error is not None and not isinstance(error, _LOST):
                 error = await _take_back(stage, lora_id, context.finish_s)
             stage.loras.drop(lora_id)
+            stage.loras.on_lost(request, gone(request, stage.stage_id))  # those that came meanwhile
             if error is not None:
                 stage.fail(error)
                 msg = (

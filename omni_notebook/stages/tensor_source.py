@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.protocol import MIB
+from omni_notebook.protocol import MIB, is_unicode
 from omni_notebook.worker.tensors import ITEM_BYTES, TensorChunk, TensorHeader, TensorPart
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 8 * MIB
 """Small enough that packing one, which the engine's loop does, keeps it from nothing else (about 3 ms)."""
+CHUNK_PARTS = 4096
+"""So that endless small or empty tensors are handed on, and refused, instead of being collected here."""
 
 
 class TensorSource:
@@ -36,6 +38,7 @@ class TensorSource:
         self._asked: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._chunks: Iterator[TensorChunk] | None = None
+        self._over = threading.Event()
 
     def headers(self) -> asyncio.Future[Answer]:
         """All names, types and shapes (a tuple of `TensorHeader`) of a source that can be gone through twice."""
@@ -54,7 +57,8 @@ class TensorSource:
         return future
 
     def close(self) -> None:
-        """Let go of the tensors; the thread ends as soon as it has its hands free."""
+        """Let go of the tensors; the thread asks for no other one, and ends as soon as it has its hands free."""
+        self._over.set()
         self._given = ()
         self._asked.put(None)
 
@@ -69,11 +73,11 @@ class TensorSource:
         self._chunks = None
 
     def _read_headers(self) -> tuple[TensorHeader, ...]:
-        return tuple(header_of(name, tensor) for name, tensor in _pairs(self._given))
+        return tuple(header_of(name, tensor) for name, tensor in _pairs(self._given, self._over))
 
     def _read_chunk(self) -> TensorChunk:
         if self._chunks is None:
-            self._chunks = chunks_of(_pairs(self._given))
+            self._chunks = chunks_of(_pairs(self._given, self._over))
         return next(self._chunks)
 
 
@@ -109,11 +113,11 @@ def _caused(error: BaseException, what: str) -> ConfigError:
     return found
 
 
-def _pairs(given: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _pairs(given: Mapping[str, Any] | Iterable[tuple[str, Any]], over: threading.Event) -> Iterator[tuple[str, Any]]:
     """Each name and tensor; holds none of them while it goes on to the next.
 
     Raises:
-        ConfigError: an item is no such pair, or the person's own code raised.
+        ConfigError: an item is no such pair, the person's own code raised, or the load is `over`.
     """
     source = given.items() if isinstance(given, Mapping) else given
     count = 0
@@ -123,6 +127,7 @@ def _pairs(given: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tup
             count += 1
             yield _checked_pair(pair, count)
             del pair
+            _check_wanted(over)
     except (ConfigError, GeneratorExit):
         raise
     except BaseException as error:  # noqa: BLE001  (whatever it is, the order answers for it)
@@ -130,8 +135,17 @@ def _pairs(given: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tup
         raise _caused(error, f"the iterator, after {count} tensors,") from error.with_traceback(theirs)
 
 
+def _check_wanted(over: threading.Event) -> None:
+    if over.is_set():
+        msg = "nobody waits for these tensors any more"
+        raise ConfigError(msg)
+
+
 def _checked_pair(pair: Any, count: int) -> tuple[str, Any]:
     if isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str):
+        if not is_unicode(pair[0]):
+            msg = f"the name of item {count}, {pair[0]!a}, is not Unicode text"
+            raise ConfigError(msg)
         return pair[0], pair[1]
     msg = f"item {count} is a {type(pair).__name__}, not a (name, tensor) pair"
     raise ConfigError(msg)
@@ -167,14 +181,14 @@ def _unfit(name: str, what: str) -> ConfigError:
 
 
 def chunks_of(pairs: Iterable[tuple[str, Any]]) -> Iterator[TensorChunk]:
-    """The tensors in order, copied to the host, in chunks of at most `CHUNK_BYTES` where a row is not larger."""
+    """The tensors in order, copied to the host, in chunks of at most `CHUNK_BYTES`, where a row is not larger."""
     parts: list[TensorPart] = []
     n_bytes = 0
     for name, tensor in pairs:
         header = header_of(name, tensor)
         for place, start, stop in _cuts(header):
             size = _part_bytes(header, place, start, stop)
-            if parts and n_bytes + size > CHUNK_BYTES:
+            if parts and (n_bytes + size > CHUNK_BYTES or len(parts) == CHUNK_PARTS):
                 yield TensorChunk(parts=tuple(parts), last=False)
                 parts, n_bytes = [], 0
             rows = tensor[place][start:stop] if header.shape else tensor

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from omni_notebook.engine.async_omni import AsyncOmni
-from omni_notebook.errors import ArgumentError, NeedsWeightsError, SleepError, StageBusyError, WakeError
+from omni_notebook.errors import (
+    ArgumentError,
+    ConfigError,
+    EngineClosedError,
+    NeedsWeightsError,
+    SleepError,
+    StageBusyError,
+    WakeError,
+)
 from omni_notebook.stages import tensor_source
 from tests.engine.engine_helpers import collect, golden, slow, until
 from tests.engine.weights_helpers import FOLDERS, others, restored, saved, shipped, state, stream, version
@@ -19,8 +30,6 @@ from tests.engine.weights_helpers import FOLDERS, others, restored, saved, shipp
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    import torch
 
 PARAMS = {"seed": 3, "num_inference_steps": 8}
 KIB = 1024
@@ -145,12 +154,48 @@ def test_an_iterator_is_never_more_than_three_chunks_ahead_of_a_slow_rank(
 # ----------------------------------------------------------------------------------------- versions
 
 
-@pytest.mark.parametrize("wrong", ["", "  ", 3, b"v2", ["v2"]], ids=repr)
+@pytest.mark.parametrize("wrong", ["", "  ", 3, b"v2", ["v2"], "v\ud800"], ids=ascii)
 def test_a_version_that_is_no_name_is_refused_and_nothing_is_read(engine: AsyncOmni, wrong: Any) -> None:
     source = stream(others())
-    with pytest.raises(ArgumentError, match=r"is not a non-empty string\. Nothing changed"):
+    with pytest.raises(ArgumentError, match=r"is not a non-empty string of Unicode text\. Nothing changed"):
         asyncio.run(engine.load_weights(1, source, version=wrong))
     assert next(source)[0] == next(iter(others()))
+
+
+@pytest.mark.parametrize("shape", [list, iter], ids=["known", "coming"])
+def test_a_tensor_whose_name_can_not_be_sent_changes_nothing(engine: AsyncOmni, shape: Any) -> None:
+    before = version(engine)
+    tensors = [*others().items(), ("\ud800", torch.zeros(1))]
+    with pytest.raises(ConfigError, match=r"the name of item 82, '\\ud800', is not Unicode text; nothing changed"):
+        asyncio.run(engine.load_weights(1, shape(tensors)))
+    assert (version(engine), str(engine.status().stages[1].state)) == (before, "AWAKE")
+
+
+def test_endless_tensors_without_a_place_are_refused_at_once(engine: AsyncOmni) -> None:
+    endless = ((f"nowhere.{number}", torch.empty(0)) for number in itertools.count())
+    with pytest.raises(ConfigError, match=r"no place for nowhere\.0; nothing changed"):
+        asyncio.run(engine.load_weights(1, endless, timeout=20))
+
+
+def test_a_load_that_a_shutdown_ends_says_so() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def stuck() -> Any:
+        entered.set()
+        go_on.wait(60)
+        yield from others().items()
+
+    async def run(engine: AsyncOmni) -> None:
+        loading = asyncio.create_task(engine.load_weights(1, stuck()))
+        await asyncio.to_thread(entered.wait, 20)
+        await asyncio.to_thread(engine.shutdown)
+        with pytest.raises(EngineClosedError, match="shut down"):
+            await asyncio.wait_for(loading, 20)
+
+    try:
+        asyncio.run(run(AsyncOmni("demo")))
+    finally:
+        go_on.set()
 
 
 def test_a_version_is_in_status_acks_and_outputs(engine: AsyncOmni) -> None:

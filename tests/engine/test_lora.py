@@ -22,7 +22,7 @@ from omni_notebook.errors import (
 )
 from omni_notebook.protocol import LoRARequest, StateEvent
 from tests import adapters
-from tests.engine.engine_helpers import collect, fault, golden, reset, slow, until
+from tests.engine.engine_helpers import collect, fault, golden, held, reset, slow, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -754,6 +754,70 @@ def test_two_adds_of_one_name_at_once_are_one(engine: AsyncOmni, make: Make, tmp
         results = await asyncio.gather(engine.add_lora(request), engine.add_lora(other), return_exceptions=True)
         assert sorted(type(result).__name__ for result in results) == ["ArgumentError", "bool"]
         assert len(await engine.list_loras()) == 1
+
+    asyncio.run(run())
+
+
+def test_of_the_same_changes_at_once_one_is_made_and_the_others_find_it_so(engine: AsyncOmni, make: Make) -> None:
+    async def at_once(*calls: Any) -> list[Any]:
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+
+    async def run() -> None:
+        request = make(1)
+        assert sorted(await at_once(*(engine.add_lora(request) for _ in range(3)))) == [False, False, True]
+        assert sorted(await at_once(*(engine.remove_lora(1) for _ in range(3)))) == [False, False, True]
+        await engine.add_lora(request)
+        removed, pinned = await at_once(engine.remove_lora(1), engine.pin_lora(1))
+        assert removed is True
+        assert isinstance(pinned, ArgumentError)
+        assert (names(engine), await engine.list_loras()) == ([], [])
+
+    asyncio.run(run())
+
+
+def test_an_add_that_waited_for_another_keeps_its_pin_and_sees_that_its_files_are_others(
+    engine: AsyncOmni, make: Make
+) -> None:
+    async def run() -> None:
+        request = make(1)
+        with held(engine, 0, "commit_lora"):
+            first = asyncio.create_task(engine.add_lora(request))
+            await until(engine._core.stages[0].order_lock.locked)
+            same = asyncio.create_task(engine.add_lora(request))
+            pin = asyncio.create_task(_pinned(engine, 1, first))
+            await until(lambda: engine._core.stages[0].order_lock._waiters)
+            assert (same.done(), first.done()) == (False, False)
+            adapters.write(request.lora_path, adapters.matrices(engine._core.stages[0].model.adaptable, seed=7))
+            other = asyncio.create_task(engine.add_lora(request))
+            await until(lambda: len(engine._core.stages[0].order_lock._waiters) == 2)
+        assert await first is True
+        assert await same is False
+        with pytest.raises(ArgumentError, match="was added with other files"):
+            await other
+        await pin
+        assert names(engine) == [("style-1", True)]
+
+    asyncio.run(run())
+
+
+async def _pinned(engine: AsyncOmni, lora_id: int, first: asyncio.Task[bool]) -> None:
+    await first
+    await engine.pin_lora(lora_id)
+
+
+def test_a_request_that_comes_while_its_adapter_goes_fails_alone(engine: AsyncOmni, make: Make) -> None:
+    async def run() -> None:
+        await engine.add_lora(make(1))
+        alone = await text(engine)
+        with held(engine, 0, "remove_lora"):
+            removing = asyncio.create_task(engine.remove_lora(1))
+            await until(lambda: not engine._core.stages[0].open)
+            asked = [asyncio.create_task(text(engine, lora_request=name)) for name in (None, 1, None)]
+            await until(lambda: engine.status().stages[0].queued == len(asked))
+        assert await removing is True
+        plain, gone, other = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+        assert isinstance(gone, LoRAError)
+        assert plain == other == alone
 
     asyncio.run(run())
 

@@ -115,6 +115,7 @@ BAD = [
     (PROMPT, {"sampling_params": {"width": 8}}, "64 × 64"),
     (PROMPT, {"output_modalities": ["sound"]}, "this pipeline gives text, image"),
     (PROMPT, {"request_id": ""}, "request_id"),
+    (PROMPT, {"request_id": "a\ud800"}, "request_id.*is not a non-empty string of Unicode text"),
     (PROMPT, {"admission_timeout": -1}, "admission_timeout"),
 ]
 
@@ -124,6 +125,28 @@ def test_bad_requests_get_one_clear_line(engine: AsyncOmni, prompt: Any, known: 
     with pytest.raises(ArgumentError, match=message) as caught:
         asyncio.run(collect(engine, prompt, **known))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["refused", "cancelled"])
+def test_a_client_that_gives_up_at_the_gates_does_not_end_anothers_request_of_its_id(
+    engine: AsyncOmni, cancelled: bool
+) -> None:
+    async def run() -> None:
+        await engine.sleep([1])
+        at_the_gate = asyncio.create_task(collect(engine, request_id="same", admission_timeout=60 if cancelled else 1))
+        await until(lambda: engine.status().stages[1].waiting_at_gate)
+        with slow(engine, 0, 0.2):
+            text = asyncio.create_task(collect(engine, request_id="same", output_modalities="text"))
+            await until(lambda: engine.status().stages[0].running)
+            if cancelled:
+                at_the_gate.cancel()
+            with pytest.raises(asyncio.CancelledError if cancelled else AsleepError):
+                await at_the_gate
+            assert not text.done()
+            await until(lambda: not engine.status().stages[1].waiting_at_gate)
+        assert (await text)[-1].state == "finished"
+
+    asyncio.run(run())
 
 
 def test_a_request_id_in_progress_is_refused(engine: AsyncOmni) -> None:

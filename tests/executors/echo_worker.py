@@ -37,6 +37,7 @@ def make_error(kind: str) -> BaseException:
         "odd": OddError("strange"),
         "exit": SystemExit(3),
         "unicode": UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad start"),
+        "surrogate": ValueError("no weights in \udcff.safetensors"),
     }
     return errors[kind]
 

@@ -192,6 +192,9 @@ def test_an_error_of_a_foreign_class_keeps_its_name_and_its_traceback(mp: Run) -
         assert "in fail" in error.remote_traceback
         ended = (await executor.call("fail", "exit"))[0].error
         assert (type(ended), ended.type_name) == (RemoteWorkerError, "SystemExit")
+        broken = (await executor.call("fail", "surrogate"))[0].error
+        assert isinstance(broken, ValueError)
+        assert str(broken) == r"no weights in \udcff.safetensors"
         bad = (await executor.call("fail", "unicode"))[0].error
         assert isinstance(bad, UnicodeDecodeError)
         ours = (await executor.call("fail", "config"))[0].error
@@ -206,6 +209,10 @@ def test_what_has_no_form_on_the_wire_is_refused_on_the_side_that_sends(mp: Run)
         for answers in (await executor.call("echo", object()), await executor.call("unsendable")):
             assert isinstance(answers[0].error, ArgumentError)
             assert "can not be sent between processes" in str(answers[0].error)
+        for name in ("\ud800", "a\udcff"):
+            error = (await executor.call("echo", name))[0].error
+            assert isinstance(error, ArgumentError)
+            assert "surrogates not allowed" in str(error)
         wrong = (await executor.call("ping", 5))[0].error
         assert isinstance(wrong, ArgumentError)
         assert "'ping': Expected `array` of length 0" in str(wrong)

@@ -286,6 +286,32 @@ def test_an_error_keeps_none_of_the_tensors() -> None:
     assert not [item for item in gc.get_objects() if type(item) is TensorPart]
 
 
+def test_endless_small_tensors_come_in_chunks_and_end_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+
+    def endless() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal count
+        while True:
+            count += 1
+            yield f"t{count}", torch.empty(0)
+
+    source = TensorSource(endless())
+    assert len(asked(source).value.parts) == tensor_source.CHUNK_PARTS
+    monkeypatch.setattr(tensor_source, "CHUNK_PARTS", 10**12)  # the next chunk is never full
+
+    async def run() -> None:
+        before = count
+        source.chunk()
+        while count < before + 100:  # noqa: ASYNC110 (the thread signals nothing)
+            await asyncio.sleep(0.002)
+        source.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert source._thread is not None
+    source._thread.join(10)
+    assert not source._thread.is_alive()
+
+
 def test_a_thread_that_is_stuck_lets_go_once_it_can() -> None:
     go_on, entered = threading.Event(), threading.Event()
 

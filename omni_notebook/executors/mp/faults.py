@@ -30,14 +30,14 @@ def describe(error: BaseException) -> Fault:
     kind = type(error)
     attributes = {key: plain for key, value in vars(error).items() if (plain := _plain(value)) is not _LOST}
     if isinstance(error, OSError) and error.filename is not None:
-        attributes["filename"] = str(error.filename)
+        attributes["filename"] = _unicode(str(error.filename))
     return Fault(
         module=kind.__module__,
         name=kind.__qualname__,
         message=_text(error),
-        args=[str(arg) if (plain := _plain(arg)) is _LOST else plain for arg in error.args],
+        args=[_unicode(str(arg)) if (plain := _plain(arg)) is _LOST else plain for arg in error.args],
         attributes=attributes,
-        traceback="".join(traceback.format_exception(error)),
+        traceback=_unicode("".join(traceback.format_exception(error))),
     )
 
 
@@ -54,9 +54,14 @@ def _plain(value: Any) -> Any:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return _unicode(str(error))
     except Exception as second:  # noqa: BLE001  (someone's broken __str__ must not hide the error)
         return f"(its message can not be had: {type(second).__name__})"
+
+
+def _unicode(text: str) -> str:
+    """Text that can be sent; what a broken file name brings in is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def rebuild(fault: Fault) -> BaseException:

@@ -139,7 +139,7 @@ def pack(message: Any) -> Packet:
     packer = _Packer()
     try:
         body = msgspec.msgpack.encode(message, enc_hook=packer.hook)
-    except (TypeError, OverflowError, RecursionError) as error:
+    except (TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
         msg = f"not sent between processes: {error}"
         raise ArgumentError(msg) from error
     return Packet(body, packer.arrays)

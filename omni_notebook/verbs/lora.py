@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import EngineStatus, LoRAStatus
     from omni_notebook.verbs.session import Session
 
-NONE = "no adapter was added; %omni lora add PATH adds one\n"
+NONE = "there is no adapter; %omni lora add PATH adds one\n"
 
 
 @verb
@@ -91,9 +91,12 @@ def _next_id(known: dict[int, LoRAStatus], path: Path) -> int:
 
 
 def _change(session: Session, args: argparse.Namespace) -> None:
-    lora_id = find(session.engine.status(), args.what).lora_int_id
+    found = find(session.engine.status(), args.what)
+    lora_id = found.lora_int_id
     if args.action == "remove":
-        session.call(lambda engine: engine.remove_lora(lora_id, args.timeout))
+        removed = session.call(lambda engine: engine.remove_lora(lora_id, args.timeout))
+        how = "was removed" if removed else "was not there any more"
+        session.frontend.write(f"adapter {found.lora_name!r} (id {lora_id}) {how}\n")
     else:
         session.call(lambda engine: engine.pin_lora(lora_id, args.timeout))
 

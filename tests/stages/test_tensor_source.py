@@ -168,7 +168,7 @@ def test_one_tensor_of_an_iterator_and_one_chunk_are_held_at_a_time() -> None:
             del tensor
 
     n_chunks = 0
-    for chunk in chunks_of(tensor_source._pairs(stream())):
+    for chunk in chunks_of(tensor_source._pairs(stream(), threading.Event())):
         n_chunks += 1
         arrays += [weakref.ref(part.data) for part in chunk.parts]
         del chunk

@@ -38,7 +38,7 @@ def missing() -> str:
 class Server:
     """`jupyter lab`, or with `app="nbclassic"` the classic notebook, in a folder of its own.
 
-    `windowed` lets JupyterLab take cells that are out of sight out of the page, as it does by default.
+    `windowed` lets JupyterLab skip cells that are out of sight, as it does by default.
     """
 
     def __init__(self, folder: Path, app: str = "lab", *, windowed: bool = False) -> None:
@@ -51,7 +51,7 @@ class Server:
         (config / "labconfig").mkdir(parents=True)
         silent = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
         (config / "labconfig" / "page_config.json").write_text(json.dumps(silent))
-        shown = {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "full" if windowed else "none"}}
+        shown = {} if windowed else {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}
         (config / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(shown))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -142,7 +142,8 @@ class Lab:
             f"JupyterLab {name.title()}",
         )
         self.page.wait_for_function(
-            "(light) => document.body.dataset.jpThemeLight === light", arg=str(name == "light").lower()
+            "(light) => document.body.dataset.jpThemeLight === light && !document.querySelector('#jupyterlab-splash')",
+            arg=str(name == "light").lower(),
         )
 
     def run(self, code: str, *, wait: bool = True) -> None:

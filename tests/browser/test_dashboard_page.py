@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -19,13 +20,13 @@ BUTTONS = ["Pause", "Resume", "Sleep 1", "Sleep 2", "Wake", "Restart"]
 MANY = """
 from tests.notebook.dashboard.watched import FakeEngine, two_stages, ranks, busy_error
 import asyncio, time
-from omni_notebook.protocol import AckEvent
+from omni_notebook.protocol import AckEvent, MemoryState
 from tests.notebook.acks import ack, stage, status
 many = FakeEngine(two_stages({n}))
 d_many = omni.dashboard(many)
 time.sleep(2)
 many.current = status(
-    stage(0, name="thinker", state="ASLEEP", level=2, running=0, queued=0, in_transit=0, waiting_at_gate=0,
+    stage(0, name="thinker", state=MemoryState.ASLEEP, level=2, running=0, queued=0, in_transit=0, waiting_at_gate=0,
           ranks=ranks({n} // 2, lambda n: 0.4 if n == 3 else 0.0)),
     stage(1, name="painter", kind="diffusion", ranks=ranks({n} // 2)))
 for rank in range({n} // 2):
@@ -36,12 +37,20 @@ for rank in range({n} // 2):
 time.sleep(3)
 d_many
 """
+START_FAKE = """
+import omni_notebook as omni
+from tests.notebook.dashboard.watched import FakeEngine, two_stages
+calm = FakeEngine(two_stages(2))
+d_calm = omni.dashboard(calm)
+d_calm
+"""
 HOSTILE = """
 from tests.notebook.dashboard.watched import FakeEngine, ranks
 from tests.notebook.acks import ack, stage, status
 bad = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">"><svg onload="window.hacked = 3">'
 bad += "\\'"
-hostile = FakeEngine(status(stage(0, name=bad, model=bad, weight_version=bad, last_error=bad, ranks=ranks(2)), model=bad))
+bad_stage = stage(0, name=bad, model=bad, weight_version=bad, last_error=bad, ranks=ranks(2))
+hostile = FakeEngine(status(bad_stage, model=bad))
 hostile.error = ValueError(bad)
 d_hostile = omni.dashboard(hostile)
 d_hostile
@@ -191,7 +200,8 @@ def test_frames_reach_the_screen_in_a_tenth_of_a_second(lab):
 
 
 CONTRAST = """(root) => {
-    const channel = (value) => { value /= 255; return value <= .03928 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4; };
+    const linear = (part) => part <= .03928 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4;
+    const channel = (value) => linear(value / 255);
     const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
     const over = (top, under) => [0, 1, 2].map((i) => top[i] * (top[3] ?? 1) + under[i] * (1 - (top[3] ?? 1)));
     const light = (c) => .2126 * channel(c[0]) + .7152 * channel(c[1]) + .0722 * channel(c[2]);
@@ -226,7 +236,8 @@ def test_text_can_be_read_in_both_themes(lab, screenshots, theme):
 
 
 OVERLAPS = """(root) => {
-    const boxes = [...root.querySelectorAll('svg text')].map((text) => [text.getBoundingClientRect(), text.textContent]);
+    const texts = [...root.querySelectorAll('svg text')];
+    const boxes = texts.map((text) => [text.getBoundingClientRect(), text.textContent]);
     const hits = [];
     boxes.forEach(([a, first], i) => boxes.slice(i + 1).forEach(([b, second]) => {
         const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
@@ -240,7 +251,7 @@ OVERLAPS = """(root) => {
 @pytest.mark.parametrize("n", [2, 16, 256])
 @pytest.mark.parametrize("wide", [1280, 760])
 def test_no_text_of_a_chart_overlaps_another_at_any_number_of_ranks(lab, screenshots, n, wide):
-    lab.page.set_viewport_size({"width": wide, "height": 1400})
+    lab.page.set_viewport_size({"width": wide, "height": 2200})
     lab.run(MANY.format(n=n))
     dashboard = lab.page.locator(".omni-dashboard").last
     dashboard.get_by_text("NOT_OBSERVED").wait_for() if n > 7 else dashboard.get_by_text("✓ freed").first.wait_for()
@@ -249,11 +260,10 @@ def test_no_text_of_a_chart_overlaps_another_at_any_number_of_ranks(lab, screens
     inside, page = dashboard.evaluate("(e) => [e.scrollWidth, e.clientWidth]")
     assert inside <= page + 2
     if wide == 1280:
-        lab.page.screenshot(path=screenshots / f"light_{n}_ranks_asleep.png")
+        dashboard.screenshot(path=screenshots / f"light_{n}_ranks_asleep.png")
         lab.theme("dark")
         dashboard.screenshot(path=screenshots / f"dark_{n}_ranks_asleep.png")
     lab.run("d_many.close(); many.close()")
-    lab.page.set_viewport_size({"width": 1280, "height": 1400})
 
 
 def test_names_and_errors_with_script_are_text(lab):
@@ -308,8 +318,7 @@ def test_a_notebook_saved_and_reopened_without_a_kernel_shows_the_last_state(new
     lab.page.wait_for_selector(".omni-card")
     lab.press(0, "Sleep 2")
     lab.until_card(0, "ASLEEP (level 2)")
-    time.sleep(3)
-    lab.save()
+    assert until_saved(lab, "saved.ipynb", lambda data: "ASLEEP (level 2)" in "".join(data.get("text/html", "")))
     lab.shut_down_kernel()
     lab.page.close()
 
@@ -342,9 +351,87 @@ def test_an_engine_that_stops_is_shown_and_its_picture_stays(new_page, server, s
     assert "shut down" in lab.page.locator(".omni-dashboard").inner_text()
     assert not any(button.is_enabled() for button in lab.card(0).get_by_role("button").all())
     lab.page.screenshot(path=screenshots / "light_stopped.png")
-    time.sleep(1)
-    lab.save()
-    saved = json.loads((server.folder / "stopped.ipynb").read_text())
-    data = [output["data"] for cell in saved["cells"] for output in cell["outputs"] if "data" in output]
-    assert any("image/png" in one and "text/html" in one for one in data), "the last picture is complete"
+    assert until_saved(
+        lab, "stopped.ipynb", lambda data: "image/png" in data and "STOPPED" in "".join(data["text/html"])
+    )
     lab.shut_down_kernel()
+
+
+def until_saved(lab, name, there, seconds=30.0):
+    """Save the notebook until one of its outputs is as wanted."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        lab.save()
+        saved = json.loads((lab.server.folder / name).read_text())
+        data = [output["data"] for cell in saved["cells"] for output in cell.get("outputs", ()) if "data" in output]
+        if any(map(there, data)):
+            return True
+        time.sleep(0.3)
+    return False
+
+
+# ------------------------------------------------------------------------------------- other pages
+
+
+def test_a_page_that_is_loaded_again_while_the_kernel_runs_shows_it_live(new_page, server):
+    lab = Lab(new_page(), server)
+    lab.open("again.ipynb")
+    lab.run(START_FAKE)
+    lab.page.wait_for_selector(".omni-card")
+    lab.save()
+    lab.page.close()
+    fresh = Lab(new_page(), server)
+    fresh.open("again.ipynb")
+    fresh.page.wait_for_selector(".omni-card")
+    fresh.press(0, "Pause")
+    fresh.until_card(0, "✓ Pause: done", 2 * SOON_MS)
+    assert not fresh.page.locator(".omni-still").first.is_visible()
+    fresh.shut_down_kernel()
+
+
+def test_a_dashboard_that_was_scrolled_out_of_sight_is_up_to_date_when_it_comes_back(new_page, chromium, tmp_path):
+    server = Server(tmp_path, windowed=True)
+    try:
+        lab = Lab(new_page(), server)
+        lab.open("windowed.ipynb")
+        lab.run(START_FAKE)
+        lab.page.wait_for_selector(".omni-card")
+        for _ in range(12):
+            lab.run("print('a line\\n' * 30)")
+        lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.scrollToItem(13)")
+        lab.page.wait_for_function("() => document.querySelector('.omni-card').innerText === ''")
+        lab.run("calm.current = two_stages(2, 0.5)")
+        time.sleep(1)
+        lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.scrollToItem(1)")
+        lab.until_card(0, "778.0 MiB of 1.52 GiB")
+        lab.press(0, "Pause")
+        lab.until_card(0, "✓ Pause: done", 2 * SOON_MS)
+    finally:
+        server.close()
+
+
+def test_the_classic_notebook_shows_it_and_presses_work(new_page, tmp_path, screenshots):
+    server = Server(tmp_path, app="nbclassic")
+    try:
+        from playwright.sync_api import Error
+
+        page = new_page()
+        server.notebook("classic.ipynb", ["import sys\n" + START_FAKE])
+        page.goto(f"{server.url}/notebooks/classic.ipynb?token={server.token}")
+        page.wait_for_function("() => window.Jupyter?.notebook?.kernel?.is_connected()", timeout=60_000)
+        card = page.locator(".omni-card").first
+        for _ in range(5):  # this page takes widgets away, anyone's, that are made before it has settled
+            page.evaluate("() => window.Jupyter.notebook.execute_all_cells()")
+            page.locator(".omni-still").first.wait_for(state="attached", timeout=60_000)
+            time.sleep(3)
+            if card.is_visible():
+                card.get_by_role("button", name="Sleep 1", exact=True).click()
+                with contextlib.suppress(Error):
+                    card.get_by_text("✓ Sleep 1: done").wait_for(timeout=2 * SOON_MS)
+                    break
+        assert card.get_by_text("✓ Sleep 1: done").is_visible()
+        page.get_by_role("img", name=re.compile(r"^0 thinker · rank 0: memory of the last")).wait_for()
+        assert not page.locator(".omni-still").first.is_visible()
+        page.screenshot(path=screenshots / "classic.png")
+    finally:
+        server.close()

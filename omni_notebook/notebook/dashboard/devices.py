@@ -46,7 +46,8 @@ class DeviceProbe:
 
     def look(self, status: EngineStatus) -> tuple[Device, ...]:
         """The host first, then CUDA devices in order of their names."""
-        ranks = [(stage.stage_id, rank) for stage in status.stages for rank in stage.ranks]
+        stages = () if status.closed else status.stages
+        ranks = [(stage.stage_id, rank) for stage in stages for rank in stage.ranks]
         names = sorted({rank.device for _, rank in ranks if rank.device.startswith("cuda")})
         cuda = [self._cuda(name, [(stage, rank) for stage, rank in ranks if rank.device == name]) for name in names]
         return (_host(ranks), *cuda)

@@ -77,7 +77,7 @@ class Log:
 
     @property
     def last_acks(self) -> list[OmniACK]:
-        """Each rank's last answer, in order of ranks."""
+        """Each rank's last answer to an order that moved something, in order of ranks."""
         return [self._last[place] for place in sorted(self._last)]
 
     def take(self, event: Event, at_s: float) -> None:
@@ -95,7 +95,8 @@ class Log:
         if known is None:
             known = self._orders[event.ack.task_id] = Answered(event.order, event.time_s, at_s)
         known.acks.append(event.ack)
-        self._last[place_of(event.ack)] = event.ack
+        if not event.ack.metadata.get("noop"):
+            self._last[place_of(event.ack)] = event.ack
         self._n_acks += 1
         while len(self._orders) > 1 and (len(self._orders) > KEPT_ORDERS or self._n_acks > KEPT_ACKS):
             _, oldest = self._orders.popitem(last=False)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import EngineStatus, OmniACK, RankStatus, StageStatus, TagMemory
 
 MOST_BARS = 16
-SHOWN_ORDERS, SHOWN_ACKS, SHOWN_ROWS = 12, 4, 256
+SHOWN_ORDERS, SHOWN_ACKS, SHOWN_ROWS, SHOWN_HOLDERS = 12, 4, 256, 12
 
 CSS = f"""
 .omni-dash {{ color: {looks.INK}; line-height: 1.45; }}
@@ -224,17 +224,23 @@ def devices(found: Sequence[Device]) -> str:
         used = ""
         if device.used_bytes is not None:
             used = f": {units.size(device.used_bytes)} of {units.size(device.total_bytes)} in use"
-        held = "".join(
-            f"<li>{looks.text(holder.who)}: {looks.text(units.size(holder.n_bytes))}</li>"
-            for holder in device.holders[:24]
-        )
-        more = f"<li>and {len(device.holders) - 24} more</li>" if len(device.holders) > 24 else ""
+        held = "".join(f"<li>{looks.text(line)}</li>" for line in _held(device))
         text = f'<div class="omni-soft">{looks.text(device.note)}</div>' if device.note else ""
         lines.append(
             f'<div><span class="omni-title">{looks.text(device.name)}</span>{looks.text(used)}'
-            f'<ul style="margin:0 0 4px 1.2em;padding:0">{held}{more}</ul>{text}</div>'
+            f'<ul style="margin:0 0 4px 1.2em;padding:0;columns:280px">{held}</ul>{text}</div>'
         )
     return dash('<div class="omni-title">Who holds what</div>' + "".join(lines))
+
+
+def _held(device: Device) -> list[str]:
+    """Who holds how much, the largest first."""
+    largest = sorted(device.holders, key=lambda holder: holder.n_bytes or 0, reverse=True)
+    shown = [f"{holder.who}: {units.size(holder.n_bytes)}" for holder in largest[:SHOWN_HOLDERS]]
+    rest = largest[SHOWN_HOLDERS:]
+    if rest:
+        shown.append(f"{len(rest)} more: {units.size(sum(holder.n_bytes or 0 for holder in rest))}")
+    return shown
 
 
 # -------------------------------------------------------------------------------------------- log

@@ -74,7 +74,7 @@ def picture(frame: Frame) -> str:
     """The chart as one SVG file on white."""
     chart = _chart(frame)
     large = len(chart.panels) <= panels.MOST_LARGE
-    shape, columns = (svg.LARGE, 2) if large else (svg.SMALL, 3)
+    shape, columns = (svg.LARGE, 2) if large else (svg.SMALL, 4)
     rows = -(-len(chart.panels) // columns)
     top = 44
     placed = [

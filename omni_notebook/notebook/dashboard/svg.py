@@ -40,7 +40,7 @@ class Frame(NamedTuple):
         return self.height - self.top - self.bottom
 
 
-LARGE, SMALL = Frame(430, 178), Frame(300, 148)
+LARGE, SMALL = Frame(430, 178), Frame(256, 142, left=52)
 _FONT = "font-family:var(--jp-ui-font-family, system-ui, sans-serif)"
 _STRIP_LEFT, _STRIP_WIDE, _STRIP_ROW = 170, 690, 12
 STRIP_WIDTH = _STRIP_LEFT + _STRIP_WIDE + 10
@@ -105,12 +105,19 @@ def _title(panel: Panel, frame: Frame) -> str:
     now = f"{units.size(panel.resident_bytes)} of {units.size(panel.mapped_bytes)}"
     if not panel.alive:
         now = "✗ worker dead"
-    room = int((frame.width - 12 - 6.2 * len(now)) / 6.4)
+    elif len(panel.title) > _room(now, frame):
+        now = units.size(panel.resident_bytes)
+    room = _room(now, frame)
     title = panel.title if len(panel.title) <= room else panel.title[: max(room - 1, 1)] + "…"
     return (
         f'<text x="4" y="13" font-weight="600">{looks.text(title)}</text>'
         f'<text x="{frame.width - frame.right}" y="13" text-anchor="end">{looks.text(now)}</text>'
     )
+
+
+def _room(now: str, frame: Frame) -> int:
+    """Letters of a title that fit beside `now`."""
+    return int((frame.width - 20 - 6.2 * len(now)) / 7.0)
 
 
 def _axes(panel: Panel, span_s: float, frame: Frame) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from omni_notebook.notebook.dashboard.orders import Press
     from omni_notebook.verbs.engine_api import Engine
 
+_ALIVE = "(the dashboard is live while its kernel runs; below is its last state)"
 VIEW = "application/vnd.jupyter.widget-view+json"
 _SETTLED_S, _KEEP_MOVED_S, _KEEP_STILL_S = 1.0, 10.0, 30.0
 _WRAP = {"display": "flex", "flex_flow": "row wrap", "width": "100%", "overflow": "visible"}
@@ -147,12 +148,11 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
 
     def _ipython_display_(self, **_kwargs: object) -> None:
         """The widget and under it the still picture, which the widget hides as long as it lives."""
-        text = {"text/plain": repr(self)}
         if not hasattr(get_ipython(), "kernel"):
-            display(text, raw=True)  # type: ignore[no-untyped-call]
+            display({"text/plain": repr(self)}, raw=True)  # type: ignore[no-untyped-call]
             return
         if self.comm is not None:
-            display({**self._view(), **text}, raw=True)  # type: ignore[no-untyped-call]
+            display({**self._view(), "text/plain": _ALIVE}, raw=True)  # type: ignore[no-untyped-call]
         kept = still.bundle(self.frame, self._still_class, png=False)
         self._stills.append(display(kept, raw=True, display_id=True))  # type: ignore[no-untyped-call]
 

@@ -2,7 +2,6 @@ import time
 
 import pytest
 
-from tests.notebook.conftest import _shell, cell, shell  # noqa: F401
 from tests.notebook.dashboard.watched import FakeEngine, two_stages
 
 

@@ -97,7 +97,7 @@ def test_a_press_counts_as_the_sessions_last_order(real, until):
     session().use(real)
     dashboard = omni.dashboard()
     click(dashboard, 0, Press.SLEEP_1)
-    until(lambda: omni.last_acks())
+    until(omni.last_acks)
     assert [(one.stage_id, one.metadata["level"]) for one in omni.last_acks()] == [(0, 1)]
     assert "SUCCESS" in repr(omni.last_acks())
     dashboard.close()
@@ -167,16 +167,18 @@ def test_closing_frees_widgets_thread_subscription_and_engine(engine, until):
     dashboards = [omni.dashboard(engine) for _ in range(3)]
     assert len(engine.hub._everyone()) == before[1] + 1
     assert [t.name for t in threading.enumerate()].count("omni-dashboard") == 1
-    for dashboard in dashboards[:2]:
-        dashboard.close()
-    shown = dashboards[2].frame
-    until(lambda: dashboards[2].frame is not shown)
-    dashboards[2].close()
-    dashboards[2].close()
+    gone = [weakref.ref(dashboard) for dashboard in dashboards]
+    for _ in range(2):
+        dashboards.pop().close()
+    assert len(engine.hub._everyone()) == before[1] + 1
+    last = dashboards.pop()
+    shown = last.frame.view.at_s
+    until(lambda last=last: last.frame.view.at_s > shown)
+    last.close()
+    last.close()
     assert (instances(), len(engine.hub._everyone())) == before
     assert not [t for t in threading.enumerate() if t.name == "omni-dashboard"]
-    gone = [weakref.ref(dashboard) for dashboard in dashboards]
-    del dashboard, dashboards, shown
+    del last
     gc.collect()
     assert [one() for one in gone] == [None] * 3
 

@@ -24,31 +24,33 @@ class FakeNVML(types.ModuleType):
         super().__init__("pynvml")
         self.held, self.driver, self.asked, self.open = held, driver, [], 0
 
-    def nvmlInit(self):
+    def nvmlInit(self):  # noqa: N802
         if not self.driver:
-            raise NVMLError("driver not loaded")
+            msg = "driver not loaded"
+            raise NVMLError(msg)
         self.open += 1
 
-    def nvmlShutdown(self):
+    def nvmlShutdown(self):  # noqa: N802
         self.open -= 1
 
-    def nvmlDeviceGetHandleByIndex(self, index):
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
         self.asked.append(index)
         if index > 1:
-            raise NVMLError("invalid argument")
+            msg = "invalid argument"
+            raise NVMLError(msg)
         return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
         self.asked.append(uuid)
         return 1
 
-    def nvmlDeviceGetName(self, _handle):
+    def nvmlDeviceGetName(self, _handle):  # noqa: N802
         return b"NVIDIA H200"
 
-    def nvmlDeviceGetMemoryInfo(self, _handle):
+    def nvmlDeviceGetMemoryInfo(self, _handle):  # noqa: N802
         return types.SimpleNamespace(used=12 * GIB, total=140 * GIB)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, _handle):
+    def nvmlDeviceGetComputeRunningProcesses(self, _handle):  # noqa: N802
         return [types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.held]
 
 

@@ -1,3 +1,4 @@
+import itertools
 import re
 import statistics
 import time
@@ -76,7 +77,7 @@ def test_no_ranks_and_no_stages_say_so_and_are_not_blank():
     assert "none since this opened" in frame.log
     assert "no ranks" in still.picture(frame)
     figure = still.figure(frame)
-    assert [text.get_text() for text in figure.texts][0] == "no ranks"
+    assert next(text.get_text() for text in figure.texts) == "no ranks"
 
 
 @pytest.mark.parametrize("n", [2, 16])
@@ -128,7 +129,7 @@ def test_ranks_of_replicas_are_told_apart():
 def test_colours_come_with_patterns_that_the_legend_and_the_areas_share():
     chart = slept(2).frame().chart
     for kind, look in enumerate(looks.TAGS):
-        if look.hatch and look.word != "lora" and look.word != "other":
+        if look.hatch and look.word not in {"lora", "other"}:
             assert f'<pattern id="{looks.IDS}t{kind}"' in chart
             assert f'fill="url(#{looks.IDS}t{kind})"' in chart
             assert f"</svg>{look.word}</span>" in chart
@@ -209,7 +210,7 @@ def test_words_of_marks_never_overlap_and_every_mark_keeps_its_line():
     assert 2 <= len(words) < 12
     for y in {y for _, y, _ in words}:
         row = sorted((float(x), float(x) + 6.1 * len(text)) for x, height, text in words if height == y)
-        assert all(left[1] < right[0] for left, right in zip(row, row[1:], strict=False))
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(row))
         assert row[-1][1] <= svg.LARGE.width
 
 
@@ -286,6 +287,10 @@ def test_devices_say_who_holds_what():
     assert "this kernel: 1.00 GiB" in text
     assert "others: –" in text
     assert "a note" in text
+    many = (Device("host RAM", 3 * GIB, 8 * GIB, tuple(Holder(f"rank {n}", n * MIB) for n in range(100))),)
+    text = re.sub(r"<[^>]*>", "|", parts.devices(many))
+    assert "|rank 99: 99.0 MiB||rank 98: 98.0 MiB|" in text
+    assert f"|88 more: {sum(range(88)) / 1024:.2f} GiB|" in text
 
 
 def test_the_table_has_the_charts_numbers():
@@ -373,5 +378,5 @@ def test_frames_take_no_more_and_more_memory():
 def test_a_chart_whose_values_stand_still_is_drawn_once_a_second():
     samples = slept(2)
     drawn = [samples.sample(samples.status).frame().chart for _ in range(13)]
-    assert [one is before for before, one in zip(drawn, drawn[1:], strict=False)].count(False) == 2
+    assert [one is before for before, one in itertools.pairwise(drawn)].count(False) == 2
     assert drawing.REDRAW_S == 1.0

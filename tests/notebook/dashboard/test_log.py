@@ -35,6 +35,14 @@ def test_each_ranks_last_answer_is_kept_in_order_of_ranks():
     assert places == [(0, 0, 1, "b"), (0, 1, 1, "a"), (1, 0, 0, "a")]
 
 
+def test_an_order_that_had_nothing_to_do_does_not_hide_what_a_rank_gave_back():
+    log = Log()
+    log.take(answered("a"), 0.0)
+    log.take(answered("b", freed_bytes=0, noop=True), 1.0)
+    assert [one.task_id for one in log.last_acks] == ["a"]
+    assert len(log.orders) == 2
+
+
 def test_the_log_is_bounded_in_orders_and_in_answers():
     log = Log()
     for number in range(KEPT_ORDERS + 50):

@@ -131,7 +131,8 @@ def test_a_status_that_fails_is_told_and_the_last_one_stays(engine, frames, unti
 
 def test_a_listener_that_fails_does_not_blind_the_others_and_is_told(engine, frames, until):
     def broken(_frame):
-        raise ValueError("no comm")
+        msg = "no comm"
+        raise ValueError(msg)
 
     watching = sampler.attach(engine, broken)
     until(lambda: frames and "a dashboard could not show a frame: ValueError: no comm" in frames[-1].view.trouble)

@@ -9,7 +9,7 @@ from omni_notebook.notebook.dashboard.drawing import Drawer, View
 from omni_notebook.notebook.dashboard.log import Log
 from omni_notebook.notebook.dashboard.sampler import add_status
 from omni_notebook.notebook.dashboard.series import Timeline
-from omni_notebook.protocol import MIB, AckEvent, TagMemory
+from omni_notebook.protocol import MIB, AckEvent, MemoryState, TagMemory
 from tests.notebook.acks import ack, rank, stage, status
 
 TAGS = {"weights": 900 * MIB, "kv_cache": 400 * MIB, "ballast": 256 * MIB}
@@ -71,7 +71,7 @@ def slept(n, share=0.0):
     made.order(
         [ack(0, number, freed_bytes=1556 * MIB, pid=1000 + number, residual_bytes=30 * MIB) for number in range(n // 2)]
     )
-    asleep = stage(0, name="thinker", state="ASLEEP", level=2, ranks=ranks(n // 2, share))
+    asleep = stage(0, name="thinker", state=MemoryState.ASLEEP, level=2, ranks=ranks(n // 2, share))
     return made.sample(status(asleep, stage(1, name="painter", kind="diffusion", ranks=ranks(n - n // 2))), 50)
 
 
@@ -98,7 +98,8 @@ class FakeEngine:
     def submit(self, coroutine):
         if self._loop.is_closed():
             coroutine.close()
-            raise EngineClosedError("the engine was shut down; start a new one")
+            msg = "the engine was shut down; start a new one"
+            raise EngineClosedError(msg)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _answer(self, *call):

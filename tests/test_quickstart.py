@@ -147,3 +147,31 @@ def test_the_tool_keeps_the_text_of_a_widget_and_not_the_widget(tmp_path):
     assert list(slider.data) == ["text/plain"]
     assert "IntSlider(value=3)" in slider.data["text/plain"]
     assert "widgets" not in read(path).metadata
+
+
+def test_the_tool_drops_the_words_of_a_widget_that_has_a_still_picture_below(tmp_path):
+    path = tmp_path / "still.ipynb"
+    imports = "from IPython.display import HTML, display\nfrom ipywidgets import IntSlider\n"
+    write_notebook(path, imports + "display(IntSlider(3), HTML('a <b>3</b>'))", "display(HTML('above'), IntSlider(3))")
+    assert run_tool(path).returncode == 0
+    (still,), (above, slider) = (cell.outputs for cell in read(path).cells)
+    assert (still.data["text/html"], above.data["text/html"]) == ("a <b>3</b>", "above")
+    assert list(slider.data) == ["text/plain"]
+
+
+def test_the_tool_gives_the_kernel_a_ledger_of_its_own_and_writes_its_home_as_a_tilde(tmp_path):
+    path = tmp_path / "ledger.ipynb"
+    write_notebook(path, "%load_ext omni_notebook\n%omni history")
+    assert run_tool(path).returncode == 0
+    (shown,) = data(read(path).cells[0], "text/plain")
+    assert shown == "no history yet: no ACK is in ~/.local/share/omni-notebook/ledger.db"
+
+
+def test_the_tool_writes_an_error_that_the_notebook_is_meant_to_show(tmp_path):
+    path = tmp_path / "meant.ipynb"
+    write_notebook(path, "1 / 0")
+    notebook = read(path)
+    notebook.cells[0].metadata["tags"] = ["raises-exception"]
+    nbformat.write(notebook, path)
+    assert run_tool(path).returncode == 0
+    assert [output.ename for output in read(path).cells[0].outputs] == ["ZeroDivisionError"]

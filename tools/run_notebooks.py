@@ -1,7 +1,8 @@
 """Run notebooks on a real kernel and write them back with their pictures: `python tools/run_notebooks.py [FILE ...]`.
 
-What is written holds no widget state, no timings and no path of this machine. An error in a cell, or such a path in an
-output, ends with status 1 and leaves the file as it was.
+What is written holds no widget state, no timings and no path of this machine; the kernel's home, an empty folder made
+for it, stands as `~`. An error in a cell that is not tagged `raises-exception`, or such a path in an output, ends with
+status 1 and leaves the file as it was.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 TIMEOUT_S = 300
 WIDGET = "application/vnd.jupyter.widget-"
+LEDGER = ".local/share/omni-notebook/ledger.db"
+_PICTURES = {"text/html", "image/png"}
 _HOMES = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
 
 
@@ -60,7 +63,7 @@ def execute(path: Path) -> Any:
         CellExecutionError: a cell raised.
     """
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
-    with private_homes(), tempfile.TemporaryDirectory() as folder:
+    with private_homes() as home, tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
             notebook,
             timeout=TIMEOUT_S,
@@ -70,42 +73,59 @@ def execute(path: Path) -> Any:
             coalesce_streams=True,
         )
         client.execute()
-    return clean(notebook)
+    return clean(notebook, home)
 
 
 @contextmanager
-def private_homes() -> Iterator[None]:
-    """Keep the kernel out of the person's own profiles and history."""
+def private_homes() -> Iterator[str]:
+    """Keep the kernel out of the person's own profiles, history and ledger; the folder that has them instead."""
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         os.environ.update({name: f"{home}/{name.lower()}" for name in _HOMES})
+        os.environ["OMNI_NOTEBOOK_LEDGER"] = f"{home}/{LEDGER}"
         try:
-            yield
+            yield home
         finally:
             os.environ.clear()
             os.environ.update(before)
 
 
-def clean(notebook: Any) -> Any:
-    """Take away what only this run knows: widget state, views of widgets, the interpreter's version."""
+def clean(notebook: Any, home: str) -> Any:
+    """Take away what only this run knows: widgets and their state, the kernel's home, the interpreter's version."""
     notebook.metadata.pop("widgets", None)
     notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [output for output in map(_still, cell.outputs) if output is not None]
+            cell.outputs = _homely(_stills(cell.outputs), home)
     return notebook
 
 
-def _still(output: Any) -> Any | None:
-    """The output without its widget, or None where nothing else is left of it."""
-    data = output.get("data")
-    if data is None:
-        return output
-    for kind in [kind for kind in data if kind.startswith(WIDGET)]:
-        del data[kind]
-    return output if any(str(value).strip() for value in data.values()) else None
+def _stills(outputs: list[Any]) -> list[Any]:
+    """The outputs without widgets; words that only stood for one go where a picture of it stands below."""
+    pictures = [not _PICTURES.isdisjoint(output.get("data", {})) for output in outputs]
+    kept = []
+    for place, output in enumerate(outputs):
+        data = output.get("data")
+        views = [kind for kind in data or {} if kind.startswith(WIDGET)]
+        for kind in views:
+            del data[kind]
+        pictured = bool(views) and any(pictures[place + 1 :])
+        if data is None or (not pictured and any(str(value).strip() for value in data.values())):
+            kept.append(output)
+    return kept
+
+
+def _homely(value: Any, home: str) -> Any:
+    """The same with `~` where the kernel's home stood."""
+    if isinstance(value, str):
+        return value.replace(home, "~")
+    if isinstance(value, list):
+        return [_homely(item, home) for item in value]
+    if isinstance(value, dict):
+        return type(value)({key: _homely(item, home) for key, item in value.items()})
+    return value
 
 
 def machine_paths(notebook: Any) -> list[str]:

@@ -21,11 +21,7 @@ test: $(VENV)/.test-installed ## run the tests; what this machine lacks is skipp
 test-all: $(VENV)/.browser-installed ## the same, but only tests marked `gpu` may skip
 	OMNI_TEST_ALL=1 $(BIN)/python -m pytest
 
-check: $(VENV)/.browser-installed: $(VENV)/.test-installed
-	$(PIP) install --quiet -c constraints.txt -e '.[test,browser]'
-	@touch $@
-
-$(VENV)/.dev-installed ## ruff, formatting, mypy --strict, import layers
+check: $(VENV)/.dev-installed ## ruff, formatting, mypy --strict, import layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
@@ -52,6 +48,10 @@ $(VENV)/.torch-installed: constraints.txt
 
 $(VENV)/.test-installed: $(VENV)/.torch-installed $(PINS)
 	$(PIP) install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/.browser-installed: $(VENV)/.test-installed
+	$(PIP) install --quiet -c constraints.txt -e '.[test,browser]'
 	@touch $@
 
 $(VENV)/.dev-installed: $(VENV)/.test-installed

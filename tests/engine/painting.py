@@ -92,8 +92,27 @@ def pauses(engine: AsyncOmni) -> list[tuple[str, str | None]]:
     return [(str(s.pause_state), s.pause_mode) for s in engine.status().stages]
 
 
-async def pausing(engine: AsyncOmni, mode: str = "keep", stage_id: int = PAINTER, **known: Any) -> asyncio.Task[None]:
-    """A pause that is in progress."""
-    task = asyncio.create_task(engine.pause_generation(mode, [stage_id], **known))
-    await until(lambda: (stage(engine, stage_id).pause_state, stage(engine, stage_id).pause_mode) == ("PAUSING", mode))
+async def pausing_behind(
+    engine: AsyncOmni, *queued: str, steps: int = 4, **known: Any
+) -> tuple[list[asyncio.Task[list[Any]]], asyncio.Task[None]]:
+    """The same, and a keep pause in progress before the batch can end."""
+    with held(engine, PAINTER):
+        requests = await one_running_and(engine, *queued, steps=steps)
+        return requests, await pausing(engine, **known)
+
+
+async def paused_behind(engine: AsyncOmni, *queued: str, **known: Any) -> list[asyncio.Task[list[Any]]]:
+    """The same, when the pause has returned."""
+    requests, pause = await pausing_behind(engine, *queued, **known)
+    await pause
+    return requests
+
+
+async def pausing(
+    engine: AsyncOmni, mode: str = "keep", stage_id: int | None = PAINTER, **known: Any
+) -> asyncio.Task[None]:
+    """A pause that has begun and goes on while a batch is held; of all stages if `stage_id` is None."""
+    task = asyncio.create_task(engine.pause_generation(mode, stage_id, **known))
+    last = PAINTER if stage_id is None else stage_id
+    await until(lambda: pauses(engine)[last] in {("PAUSING", mode), ("PAUSED", mode)})
     return task

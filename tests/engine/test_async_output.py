@@ -14,13 +14,16 @@ from PIL import Image
 from omni_notebook.executors.mp import executor as mp_executor
 from omni_notebook.executors.mp.wire import INLINE_BYTES, Packet
 from omni_notebook.stages.replica import MAX_LEAVING
-from tests.engine.engine_helpers import ask, collect, fault, golden, in_processes, slow, until
+from tests.engine.engine_helpers import ask, collect, fault, golden, held, in_processes, slow, until
 from tests.engine.faulty_worker import FETCH, OUTPUT, TAKEN
 from tests.engine.painting import (
     PAINTER,
     draw,
     journal,
     one_running_and,
+    paused_behind,
+    pausing,
+    pausing_behind,
     places,
     replicas,
     stage,
@@ -197,12 +200,15 @@ def test_a_queued_requests_conditioning_is_on_the_rank_before_its_batch_starts(p
 @pytest.mark.rule(Rule.JOINS_PREFETCH)
 def test_a_pause_joins_a_prefetch_in_flight(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.2), slow(painter, PAINTER, 0.6, FETCH):
-            requests = await one_running_and(painter, "b")
-            await painter.pause_generation(mode="keep")
+        with held(painter, PAINTER, FETCH):
+            requests, pause = await pausing_behind(painter, "b")
+            await until(lambda: painter._core.stages[PAINTER].at_rest)
+            await asyncio.sleep(0.1)
+            assert not pause.done()
+        await pause
         seen = await journal(painter)
         assert len(places(seen, "fetch begins")) == 1
-        assert places(seen, "barrier begins")[-1] < places(seen, "fetch ends")[-1] < places(seen, "barrier ends")[-1]
+        assert places(seen, "fetch ends")[-1] < places(seen, "barrier ends")[-1]
         await painter.resume_generation()
         assert all([(await r)[-1].images for r in requests])
 
@@ -212,12 +218,17 @@ def test_a_pause_joins_a_prefetch_in_flight(painter: AsyncOmni) -> None:
 @pytest.mark.rule(Rule.JOINS_PREFETCH)
 def test_a_pause_joins_a_prefetch_that_nobody_wants_any_more(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.2), slow(painter, PAINTER, 0.8, FETCH):
-            requests = await one_running_and(painter, "b")
-            await painter.abort("b")
-            await painter.pause_generation(mode="keep")
+        with held(painter, PAINTER, FETCH):
+            with held(painter, PAINTER):
+                requests = await one_running_and(painter, "b")
+                await painter.abort("b")
+                pause = await pausing(painter)
+            await until(lambda: painter._core.stages[PAINTER].at_rest)
+            await asyncio.sleep(0.1)
+            assert not pause.done()
+        await pause
         seen = await journal(painter)
-        assert places(seen, "barrier begins")[-1] < places(seen, "fetch ends")[-1] < places(seen, "barrier ends")[-1]
+        assert places(seen, "fetch ends")[-1] < places(seen, "barrier ends")[-1]
         assert ask(painter, PAINTER, "fetched") == 0
         assert (await requests[1])[-1].state == "aborted"
 
@@ -228,9 +239,7 @@ def test_a_pause_joins_a_prefetch_that_nobody_wants_any_more(painter: AsyncOmni)
 def test_a_sleep_drops_what_was_prefetched_and_the_picture_is_the_same(painter: AsyncOmni, level: int) -> None:
     async def run() -> None:
         alone = (await draw(painter, 4))[-1].images[0].tobytes()
-        with slow(painter, PAINTER, 0.3):
-            requests = await one_running_and(painter, "b")
-            await painter.pause_generation(mode="keep")
+        requests = await paused_behind(painter, "b")
         assert ask(painter, PAINTER, "fetched") == 1
         await painter.sleep([PAINTER], level=level)
         assert ask(painter, PAINTER, "fetched") == 0
@@ -244,9 +253,7 @@ def test_a_sleep_drops_what_was_prefetched_and_the_picture_is_the_same(painter: 
 def test_new_weights_use_what_was_prefetched_or_fetch_it_again(painter: AsyncOmni) -> None:
     async def run() -> None:
         alone = (await draw(painter, 4))[-1].images[0].tobytes()
-        with slow(painter, PAINTER, 0.3):
-            requests = await one_running_and(painter, "b")
-            await painter.pause_generation(mode="keep")
+        requests = await paused_behind(painter, "b")
         await painter.load_weights(PAINTER, stage(painter).model, version="again")
         await painter.resume_generation()
         end = (await requests[1])[-1]

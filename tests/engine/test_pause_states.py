@@ -12,7 +12,6 @@ from omni_notebook.errors import ArgumentError, DeadlineError, PausedError, Paus
 from omni_notebook.protocol import StateEvent
 from tests.engine.engine_helpers import collect, fault, golden, held, slow, until
 from tests.engine.painting import (
-    BATCH_S,
     MODES,
     PAINTER,
     THINKER,
@@ -20,8 +19,10 @@ from tests.engine.painting import (
     executing,
     journal,
     one_running_and,
+    paused_behind,
     pauses,
     pausing,
+    pausing_behind,
     places,
     stage,
     tokens,
@@ -74,9 +75,9 @@ def test_one_paused_stage_closes_admission_for_every_route(painter: AsyncOmni, m
 @pytest.mark.rule(Rule.GLOBAL_GATE)
 def test_admission_is_closed_while_a_stage_is_pausing_and_after_the_pause_failed(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, BATCH_S):
+        with held(painter, PAINTER):
             requests = await one_running_and(painter)
-            pause = await pausing(painter, timeout=0.1)
+            pause = await pausing(painter, timeout=0.5)
             await refused_at_the_gate(painter)
             with pytest.raises(DeadlineError):
                 await pause
@@ -107,15 +108,16 @@ def test_requests_that_arrive_while_paused_are_counted_and_run_after_the_resume(
 @pytest.mark.parametrize("where", [THINKER, PAINTER])
 def test_the_abort_of_a_request_that_a_pause_holds_gives_its_client_an_end(painter: AsyncOmni, where: int) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.2), slow(painter, THINKER, 0.03 if where == THINKER else 0.0):
-            if where == PAINTER:
-                held = (await one_running_and(painter, "held"))[1]
-            else:
-                held = draw(painter, request_id="held")
+        if where == PAINTER:
+            waiting = (await paused_behind(painter, "held", stage_id=None))[1]
+        else:
+            with held(painter, THINKER):
+                waiting = draw(painter, request_id="held")
                 await until(lambda: stage(painter, THINKER).running)
-            await painter.pause_generation("keep")
+                pause = await pausing(painter, stage_id=None)
+            await pause
         assert await painter.abort("held")
-        outputs = await asyncio.wait_for(held, 5)
+        outputs = await asyncio.wait_for(waiting, 5)
         assert [o.state for o in outputs if o.finished] == ["aborted"]
         assert not await painter.abort("held")
         assert [(s.running, s.queued, s.in_transit) for s in painter.status().stages] == [(0, 0, 0)] * 2
@@ -197,13 +199,10 @@ def test_a_rank_that_can_not_come_to_rest_fails_the_pause_and_the_scheduler_stay
 ) -> None:
     async def run() -> None:
         before = await golden(painter)
-        with slow(painter, PAINTER, 0.2):
-            requests = await one_running_and(painter, "queued")
-            with (
-                fault(painter, PAINTER, "barrier", RuntimeError("device lost")),
-                pytest.raises(PauseError, match=r"device lost; it is PAUSE_FAILED.*resume_generation"),
-            ):
-                await painter.pause_generation("keep")
+        with fault(painter, PAINTER, "barrier", RuntimeError("device lost")):
+            requests, pause = await pausing_behind(painter, "queued", stage_id=None)
+            with pytest.raises(PauseError, match=r"device lost; it is PAUSE_FAILED.*resume_generation"):
+                await pause
         assert pauses(painter) == [("PAUSED", "keep"), ("PAUSE_FAILED", "keep")]
         assert (await requests[0])[-1].images
         await until(lambda: not executing(painter))
@@ -225,14 +224,14 @@ def test_a_rank_that_can_not_come_to_rest_fails_the_pause_and_the_scheduler_stay
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_a_failed_keep_is_not_made_good_by_a_pause_that_only_closes_admission(painter: AsyncOmni, mode: str) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, BATCH_S):
+        with held(painter, PAINTER):
             await one_running_and(painter)
             with pytest.raises(DeadlineError):
                 await painter.pause_generation("keep", [PAINTER], timeout=0.05)
             with pytest.raises(PauseError, match=r"stage 1 is PAUSE_FAILED.*mode='keep'.*resume_generation.*Nothing"):
                 await painter.pause_generation(mode)
             assert pauses(painter) == [("OPEN", None), ("PAUSE_FAILED", "keep")]
-            await painter.pause_generation("keep")
+        await painter.pause_generation("keep")
         assert pauses(painter) == [("PAUSED", "keep")] * 2
 
     asyncio.run(run())
@@ -244,7 +243,7 @@ def test_a_cancelled_pause_leaves_the_scheduler_closed_until_a_retry_or_a_resume
     painter: AsyncOmni, way_out: str
 ) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, BATCH_S):
+        with held(painter, PAINTER):
             requests = await one_running_and(painter, "queued")
             pause = await pausing(painter)
             started = time.monotonic()
@@ -253,12 +252,12 @@ def test_a_cancelled_pause_leaves_the_scheduler_closed_until_a_retry_or_a_resume
                 await pause
             assert time.monotonic() - started < 1
             await until(lambda: pauses(painter)[PAINTER] == ("PAUSE_FAILED", "keep"))
-            assert (await requests[0])[-1].images
-            await until(lambda: not executing(painter))
-            assert (stage(painter).queued, requests[1].done()) == (1, False)
-            if way_out == "retry":
-                await painter.pause_generation("keep")
-                assert pauses(painter) == [("PAUSED", "keep")] * 2
+        assert (await requests[0])[-1].images
+        await until(lambda: not executing(painter))
+        assert (stage(painter).queued, requests[1].done()) == (1, False)
+        if way_out == "retry":
+            await painter.pause_generation("keep")
+            assert pauses(painter) == [("PAUSED", "keep")] * 2
         await painter.resume_generation()
         assert (await requests[1])[-1].images
 

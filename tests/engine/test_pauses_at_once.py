@@ -10,7 +10,6 @@ import pytest
 from omni_notebook.errors import DeadlineError, PauseError
 from tests.engine.engine_helpers import held, slow, until
 from tests.engine.painting import (
-    BATCH_S,
     MODES,
     PAINTER,
     THINKER,
@@ -47,10 +46,11 @@ def test_two_equal_pauses_one_after_the_other_are_one(painter: AsyncOmni, mode: 
 @pytest.mark.rule(Rule.SAME_TWICE)
 def test_two_equal_pauses_at_once_are_one_barrier_and_both_return_after_it(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, BATCH_S):
+        with held(painter, PAINTER):
             requests = await one_running_and(painter, "queued")
-            pauses_ = [await pausing(painter), asyncio.create_task(painter.pause_generation("keep", [PAINTER]))]
-            await asyncio.gather(*pauses_)
+            both = [await pausing(painter), asyncio.create_task(painter.pause_generation("keep", [PAINTER]))]
+            await painter.list_loras()  # the second has arrived: calls reach the engine in order
+        await asyncio.gather(*both)
         assert len(places(await journal(painter), "barrier begins")) == 1
         await painter.resume_generation()
         assert all([(await r)[-1].images for r in requests])
@@ -61,13 +61,13 @@ def test_two_equal_pauses_at_once_are_one_barrier_and_both_return_after_it(paint
 @pytest.mark.rule(Rule.SAME_TWICE)
 def test_a_pause_that_joined_another_ends_by_its_own_deadline(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, BATCH_S):
+        with held(painter, PAINTER):
             await one_running_and(painter)
             first = await pausing(painter)
             with pytest.raises(DeadlineError, match="did not complete"):
                 await painter.pause_generation("keep", [PAINTER], timeout=0.05)
             assert pauses(painter)[PAINTER] == ("PAUSING", "keep")
-            await first
+        await first
         assert pauses(painter)[PAINTER] == ("PAUSED", "keep")
 
     asyncio.run(run())
@@ -77,16 +77,16 @@ def test_a_pause_that_joined_another_ends_by_its_own_deadline(painter: AsyncOmni
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
 def test_a_pause_that_joined_one_that_failed_goes_on_by_itself(painter: AsyncOmni, how: str) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, BATCH_S):
+        with held(painter, PAINTER):
             await one_running_and(painter)
-            first = await pausing(painter, timeout=0.1 if how == "too late" else None)
+            first = await pausing(painter, timeout=0.5 if how == "too late" else None)
             others = [asyncio.create_task(painter.pause_generation("keep", [PAINTER])) for _ in range(2)]
-            await asyncio.sleep(0.02)
+            await painter.list_loras()
             if how == "cancelled":
                 first.cancel()
             with pytest.raises((asyncio.CancelledError, DeadlineError)):
                 await first
-            await asyncio.gather(*others)
+        await asyncio.gather(*others)
         assert pauses(painter)[PAINTER] == ("PAUSED", "keep")
         assert len(places(await journal(painter), "barrier begins")) == 1
 
@@ -157,12 +157,13 @@ def test_a_kept_diffusion_stage_stays_kept_whatever_pause_comes_after(painter: A
 @pytest.mark.rule(Rule.OTHER_MODE)
 def test_a_keep_after_a_wait_stops_the_diffusion_stage_too(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.2):
+        with held(painter, PAINTER):
             requests = await one_running_and(painter, "queued")
             await painter.pause_generation("wait", [PAINTER])
-            await painter.pause_generation("keep", [PAINTER])
-            assert (pauses(painter)[PAINTER], stage(painter).queued) == (("PAUSED", "keep"), 1)
-            await painter.resume_generation()
-            assert all([(await r)[-1].images for r in requests])
+            keep = await pausing(painter)
+        await keep
+        assert (pauses(painter)[PAINTER], stage(painter).queued) == (("PAUSED", "keep"), 1)
+        await painter.resume_generation()
+        assert all([(await r)[-1].images for r in requests])
 
     asyncio.run(run())

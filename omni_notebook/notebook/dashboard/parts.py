@@ -228,7 +228,7 @@ def devices(found: Sequence[Device]) -> str:
         text = f'<div class="omni-soft">{looks.text(device.note)}</div>' if device.note else ""
         lines.append(
             f'<div><span class="omni-title">{looks.text(device.name)}</span>{looks.text(used)}'
-            f'<ul style="margin:0 0 4px 1.2em;padding:0;columns:280px">{held}</ul>{text}</div>'
+            f'<ul style="margin:0 0 4px 1.2em;padding:0;columns:280px;column-gap:2.5em">{held}</ul>{text}</div>'
         )
     return dash('<div class="omni-title">Who holds what</div>' + "".join(lines))
 

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 _ALIVE = "(the dashboard is live while its kernel runs; below is its last state)"
 VIEW = "application/vnd.jupyter.widget-view+json"
 _SETTLED_S, _KEEP_MOVED_S, _KEEP_STILL_S = 1.0, 10.0, 30.0
+_LIVE = """
+.NAME-still { display: none; }
+.NAME.jupyter-widgets-disconnected { display: none !important; }
+body:has(.NAME.jupyter-widgets-disconnected) .NAME-still { display: block; }
+body:has(.NAME.jupyter-widgets-disconnected) .NAME-still::before
+  { content: "The kernel has ended; this is the last state that it showed."; font-style: italic; }
+"""
+"""The widget hides its still picture; once the page marks it as cut off from its kernel, they change places."""
 _WRAP = {"display": "flex", "flex_flow": "row wrap", "width": "100%", "overflow": "visible"}
 
 
@@ -76,6 +84,7 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
         self.sampler: sampler.Sampler | None = sampler.attach(engine, self._show)
         self.frame = self.sampler.frame
         self.add_class("omni-dashboard")
+        self.add_class(self.name)
         self.observe(self._viewed, "_view_count")
         pieces = Pieces(self.frame, self.name, self._press)
         self.children = pieces.children
@@ -162,7 +171,7 @@ class Pieces:
 
     def __init__(self, frame: Frame, name: str, press: Callable[[int, Press], None]) -> None:
         self._name = name
-        style = f"<style>{parts.CSS}\n.{name}-still {{ display: none; }}</style>"
+        style = f"<style>{parts.CSS}\n{_LIVE.replace('NAME', name)}</style>"
         self._notice, self._head = widgets.HTML(""), widgets.HTML(frame.head)
         self._cards = {card.stage.stage_id: StageCard(card, press) for card in frame.cards}
         drawn = (frame.chart, frame.reclaimed, frame.host)

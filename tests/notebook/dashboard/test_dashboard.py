@@ -257,6 +257,7 @@ def test_the_bundle_has_the_widget_text_html_and_pictures(shown):
 def test_the_style_hides_the_still_picture_of_this_dashboard_only(shown):
     style = shown.children[0].value
     assert f".{shown.name}-still {{ display: none; }}" in style
+    assert {"omni-dashboard", shown.name} <= set(shown._dom_classes)
     assert f'class="omni-still {shown.name}-still"' in shown._repr_mimebundle_()["text/html"]
 
 

@@ -6,10 +6,12 @@ import asyncio
 import gc
 import statistics
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 
 from benchmarks import Figure
 from omni_notebook.memory.host import rss_bytes
@@ -207,12 +209,44 @@ def _cost(executor: str) -> Figure:
     )
 
 
+def _share(executor: str) -> Figure:
+    """The sampler's thread against all CPU that generation takes: resolved also where others use the machine."""
+    from omni_notebook import AsyncOmni, dashboard  # noqa: PLC0415  (torch)
+
+    with AsyncOmni("demo", executor=executor) as engine:
+        _images_per_second(engine)
+        shown = dashboard(engine)
+        thread = next(thread for thread in threading.enumerate() if thread.name == "omni-dashboard").native_id
+        before = _cpu_s(thread)
+        for _ in range(PAIRS // 2):
+            _images_per_second(engine)
+        own, all_of_it = (now - then for now, then in zip(_cpu_s(thread), before, strict=True))
+        shown.close()
+    return Figure(
+        what=f"CPU of an open dashboard's thread, executor {executor}",
+        value=1e2 * own / all_of_it,
+        unit="% of all",
+        bar=f"≤ {COST:.0%}",
+        met=own <= COST * all_of_it,
+        note=f"{own:.2f} s of {all_of_it:.1f} s, kernel and ranks",
+    )
+
+
+def _cpu_s(thread: int | None) -> tuple[float, float]:
+    """CPU seconds of one thread, and of this process with its children."""
+    here = psutil.Process()
+    own = next(one.user_time + one.system_time for one in here.threads() if one.id == thread)
+    times = [one.cpu_times() for one in (here, *here.children(recursive=True))]
+    return own, sum(one.user + one.system for one in times)
+
+
 def measure() -> Iterator[Figure]:
     """All of them; takes some minutes."""
     for n_ranks in (2, 16, 256, 1024):
         yield _frame(n_ranks)
     yield _memory()
     for executor in ("uni", "mp"):
+        yield _share(executor)
         yield _cost(executor)
 
 

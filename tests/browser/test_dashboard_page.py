@@ -348,7 +348,7 @@ def test_an_engine_that_stops_is_shown_and_its_picture_stays(new_page, server, s
     lab.page.wait_for_selector(".omni-card")
     lab.run("%omni stop")
     lab.until_card(0, "STOPPED")
-    assert "shut down" in lab.page.locator(".omni-dashboard").inner_text()
+    lab.page.locator(".omni-dashboard").get_by_text("the engine was shut down; %omni start starts a new one").wait_for()
     assert not any(button.is_enabled() for button in lab.card(0).get_by_role("button").all())
     lab.page.screenshot(path=screenshots / "light_stopped.png")
     assert until_saved(
@@ -371,6 +371,25 @@ def until_saved(lab, name, there, seconds=30.0):
 
 
 # ------------------------------------------------------------------------------------- other pages
+
+
+def test_after_a_kernel_restart_the_last_state_stands_there_as_a_picture_and_says_so(new_page, server, screenshots):
+    lab = Lab(new_page(), server)
+    lab.open("restarted.ipynb")
+    lab.run(START_FAKE)
+    lab.page.wait_for_selector(".omni-card")
+    assert not lab.page.locator(".omni-still").is_visible()
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.sessionContext.restartKernel()")
+    lab.page.locator(".omni-still").wait_for()
+    assert "0 thinker AWAKE" in picture_of(lab.page.locator(".omni-still"))
+    assert not lab.page.locator(".omni-card").first.is_visible()
+    said = lab.page.locator(".omni-still").evaluate("(e) => getComputedStyle(e, '::before').content")
+    assert "The kernel has ended; this is the last state" in said
+    lab.page.screenshot(path=screenshots / "light_restarted.png")
+    lab.until_kernel("idle")
+    lab.run(START_FAKE)
+    lab.page.wait_for_function("() => document.querySelectorAll('.omni-card').length === 4")
+    assert lab.card(2).is_visible()
 
 
 def test_a_page_that_is_loaded_again_while_the_kernel_runs_shows_it_live(new_page, server):

@@ -68,6 +68,10 @@ class Frame:
         """The charts' numbers as a table; made only when someone looks."""
         return parts.table(self.view.status)
 
+    def reasons(self) -> str:
+        """Why buttons are off, for those who can not point at them."""
+        return parts.reasons([button.tooltip for card in self.cards for button in card.buttons if not button.enabled])
+
 
 class Drawer:
     """Draws frames one after the other; belongs to one thread."""

@@ -7,6 +7,7 @@ synchronous one, whatever the page uses. The page tells nobody of a press that w
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from importlib.metadata import version
@@ -38,8 +39,9 @@ class KernelWatch:
     def close(self) -> None:
         """Watch no longer."""
         if self._shell is not None:
-            self._shell.events.unregister("pre_run_cell", self._begun)
-            self._shell.events.unregister("post_run_cell", self._over)
+            with contextlib.suppress(ValueError):  # someone has taken all of them away
+                self._shell.events.unregister("pre_run_cell", self._begun)
+                self._shell.events.unregister("post_run_cell", self._over)
         self._shell = self._loop = None
 
     def heard(self) -> None:

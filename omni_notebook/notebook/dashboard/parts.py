@@ -225,10 +225,11 @@ def devices(found: Sequence[Device]) -> str:
         if device.used_bytes is not None:
             used = f": {units.size(device.used_bytes)} of {units.size(device.total_bytes)} in use"
         held = "".join(f"<li>{looks.text(line)}</li>" for line in _held(device))
+        columns = "columns:300px;column-gap:2.5em" if len(device.holders) > SHOWN_ACKS else ""
         text = f'<div class="omni-soft">{looks.text(device.note)}</div>' if device.note else ""
         lines.append(
             f'<div><span class="omni-title">{looks.text(device.name)}</span>{looks.text(used)}'
-            f'<ul style="margin:0 0 4px 1.2em;padding:0;columns:280px">{held}</ul>{text}</div>'
+            f'<ul style="margin:0 0 4px 1.2em;padding:0;{columns}">{held}</ul>{text}</div>'
         )
     return dash('<div class="omni-title">Who holds what</div>' + "".join(lines))
 
@@ -320,6 +321,12 @@ def _answer(ack: OmniACK) -> str:
         str(facts["note"]) if facts.get("note") else "",
     ]
     return "✓ " + " · ".join(part for part in parts if part)
+
+
+def reasons(lines: Sequence[str]) -> str:
+    """Lines as a list."""
+    items = "".join(f"<li>{looks.text(line)}</li>" for line in lines)
+    return dash(f'<ul style="margin:0 0 0 1.2em;padding:0">{items}</ul>')
 
 
 # ------------------------------------------------------------------------------------------ table

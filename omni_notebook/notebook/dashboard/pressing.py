@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook import units
-from omni_notebook.errors import EngineClosedError, SleepError, WakeError
 from omni_notebook.notebook.dashboard import orders
 from omni_notebook.notebook.dashboard.drawing import Note
 from omni_notebook.notebook.results import AckList
@@ -26,34 +26,43 @@ def carry_out(sampler: Sampler, stage_id: int, press: Press) -> None:
     """Give the order of a pressed button; returns at once and raises nothing."""
     engine = sampler.engine
     if engine is None:
-        sampler.notes[stage_id] = Note(f"✗ {press}: {orders.CLOSED}", wrong=True)
+        _note(sampler, stage_id, f"✗ {press}: {orders.CLOSED}", wrong=True)
         return
-    stage = next(stage for stage in engine.status().stages if stage.stage_id == stage_id)
-    line = orders.line(press, stage)
-    sampler.notes[stage_id] = Note(f"{press}: ordered (%omni {line})")
     try:
+        stage = next(stage for stage in engine.status().stages if stage.stage_id == stage_id)
+        line = orders.line(press, stage)
+        _note(sampler, stage_id, f"{press}: ordered (%omni {line})")
         future = engine.submit(orders.call(press, engine, stage))
-    except EngineClosedError as error:
-        sampler.notes[stage_id] = Note(f"✗ {press}: {error}", wrong=True)
+    except Exception as error:  # noqa: BLE001  (a page's message has nobody to raise to)
+        _note(sampler, stage_id, f"✗ {press}: {_words(error)}", wrong=True)
         return
     future.add_done_callback(functools.partial(_ended, sampler, stage, press, line))
 
 
 def _ended(sampler: Sampler, stage: StageStatus, press: Press, line: str, future: Future[Any]) -> None:
     """On the engine's thread: what became of it."""
-    error = None if future.cancelled() else future.exception()
-    result = None if future.cancelled() or error is not None else future.result()
+    if future.cancelled():
+        _note(sampler, stage.stage_id, f"✗ {press}: called off, the engine is shutting down", wrong=True)
+        return
+    error = future.exception()
     if error is not None:
         session().note_error(error, line)
-        text = " ".join(hints.in_verbs(str(error) or type(error).__name__).split())
-        sampler.notes[stage.stage_id] = Note(f"✗ {press}: {text}", wrong=True)
-    elif future.cancelled():
-        sampler.notes[stage.stage_id] = Note(f"✗ {press}: called off, the engine is shutting down", wrong=True)
+        _note(sampler, stage.stage_id, f"✗ {press}: {_words(error)}", wrong=True)
     else:
-        sampler.notes[stage.stage_id] = Note(f"✓ {press}{_result(result)}")
-    acks = error.acks if isinstance(error, SleepError | WakeError) else result
+        _note(sampler, stage.stage_id, f"✓ {press}{_result(future.result())}")
+    acks = getattr(error, "acks", None) if error is not None else future.result()
     if isinstance(acks, list) and session().running is sampler.engine:
         session().acks = AckList(acks, "wake" if press == orders.Press.WAKE else "sleep")
+
+
+def _note(sampler: Sampler, stage_id: int, text: str, *, wrong: bool = False) -> None:
+    clock = time.strftime("%H:%M:%S")
+    sampler.notes[stage_id] = Note(f"{text} · {clock}", wrong=wrong)
+
+
+def _words(error: BaseException) -> str:
+    """One line, in verbs."""
+    return " ".join(hints.in_verbs(str(error) or type(error).__name__).split())
 
 
 def _result(result: object) -> str:

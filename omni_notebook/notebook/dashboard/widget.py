@@ -10,7 +10,8 @@ import ipywidgets as widgets
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from omni_notebook.notebook.dashboard import looks, parts, pressing, sampler, still
+from omni_notebook.notebook.dashboard import looks, parts, pressing, still
+from omni_notebook.notebook.dashboard import sampler as sampling
 from omni_notebook.notebook.dashboard.kernelwatch import WAITS, watch_kernel
 
 if TYPE_CHECKING:
@@ -23,8 +24,17 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.engine_api import Engine
 
 _ALIVE = "(the dashboard is live while its kernel runs; below is its last state)"
+_ASKED = ("The numbers of the charts as a table", "Why buttons are off")
 VIEW = "application/vnd.jupyter.widget-view+json"
 _SETTLED_S, _KEEP_MOVED_S, _KEEP_STILL_S = 1.0, 10.0, 30.0
+_LIVE = """
+.NAME-still { display: none; }
+.NAME.jupyter-widgets-disconnected { display: none !important; }
+body:has(.NAME.jupyter-widgets-disconnected) .NAME-still { display: block; }
+body:has(.NAME.jupyter-widgets-disconnected) .NAME-still::before
+  { content: "The kernel has ended; this is the last state that it showed."; font-style: italic; }
+"""
+"""The widget hides its still picture; once the page marks it as cut off from its kernel, they change places."""
 _WRAP = {"display": "flex", "flex_flow": "row wrap", "width": "100%", "overflow": "visible"}
 
 
@@ -63,19 +73,19 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
         frame: what is shown now, and what it was drawn from.
     """
 
+    sampler: sampling.Sampler | None = None
+    _pieces: Pieces | None = None
+
     def __init__(self, engine: Engine) -> None:
+        self.sampler = attached = sampling.attach(engine, self._show)
+        self.frame = attached.frame
         super().__init__(_view_count=0)
         self.name = f"omni-{uuid.uuid4().hex[:8]}"
         self._watch = watch_kernel()
-        self._stills: list[Any] = []
-        self._kept: tuple[object, ...] = ()
-        self._facts: tuple[object, ...] = ()
-        self._kept_s = self._facts_s = float("-inf")
+        self._stills = Stills(f"{self.name}-still")
         self._seen = False
-        self._pieces: Pieces | None = None
-        self.sampler: sampler.Sampler | None = sampler.attach(engine, self._show)
-        self.frame = self.sampler.frame
         self.add_class("omni-dashboard")
+        self.add_class(self.name)
         self.observe(self._viewed, "_view_count")
         pieces = Pieces(self.frame, self.name, self._press)
         self.children = pieces.children
@@ -93,43 +103,22 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
     def _show(self, frame: Frame) -> None:
         """On the sampler's thread, which alone changes what is shown."""
         self.frame = frame
-        pieces = self._pieces
-        if pieces is None:
+        if self._pieces is None:  # not made yet
             return
         if self._view_count or not self._seen:  # nobody looks at a view that was closed
-            pieces.show(frame, waits=self._watch.waiting())
-        self._keep(frame)
-
-    def _keep(self, frame: Frame) -> None:
-        """Bring the still pictures up to date: once what happened has settled, and now and then while things go on."""
-        now_s, facts = frame.view.at_s, _facts(frame)
-        if facts != self._facts:
-            self._facts, self._facts_s = facts, now_s
-        age_s = now_s - self._kept_s
-        settled = now_s - self._facts_s >= _SETTLED_S
-        due = age_s >= (_KEEP_STILL_S if facts == self._kept else 0.0 if settled else _KEEP_MOVED_S)
-        if not (due or frame.last):
-            return
-        self._kept, self._kept_s = facts, now_s
-        if self._stills:
-            data = still.bundle(frame, self._still_class, png=frame.last)
-            for shown in self._stills:
-                shown.update(data, raw=True)
-
-    @property
-    def _still_class(self) -> str:
-        return f"{self.name}-still"
+            self._pieces.show(frame, waits=self._watch.waiting())
+        self._stills.keep(frame)
 
     def close(self) -> None:
         """Free everything: thread, subscription, widgets, the engine; the still pictures stay. Idempotent."""
         watched, self.sampler = self.sampler, None
         if watched is not None:
-            sampler.detach(watched, self._show)
+            sampling.detach(watched, self._show)
             self._watch.close()
             self._pieces = None
-            for shown in self._stills:
-                shown.update(still.bundle(self.frame, self._still_class), raw=True)
-        close_tree(self)
+            self._stills.update(self.frame, png=True)
+        if self.comm is not None:
+            close_tree(self)
 
     def plot_timeline(self) -> Figure:
         """What the chart shows, as a figure to keep."""
@@ -141,7 +130,7 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
 
     def _repr_mimebundle_(self, **_kwargs: object) -> dict[str, Any]:
         """The widget, and for pages without a kernel text, HTML with a picture, and a figure."""
-        return {**self._view(), **still.bundle(self.frame, self._still_class)}
+        return {**self._view(), **still.bundle(self.frame, self._stills.name)}
 
     def _view(self) -> dict[str, Any]:
         return {VIEW: self.get_view_spec()} if self.comm is not None else {}
@@ -153,8 +142,44 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
             return
         if self.comm is not None:
             display({**self._view(), "text/plain": _ALIVE}, raw=True)  # type: ignore[no-untyped-call]
-        kept = still.bundle(self.frame, self._still_class, png=False)
-        self._stills.append(display(kept, raw=True, display_id=True))  # type: ignore[no-untyped-call]
+        self._stills.display(self.frame)
+
+
+class Stills:
+    """A dashboard's still pictures in the cells that showed it; `name` is the class of their outermost element."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._shown: list[Any] = []
+        self._opened_s: float | None = None
+        self._kept: tuple[object, ...] = ()
+        self._facts: tuple[object, ...] = ()
+        self._kept_s = self._facts_s = float("-inf")
+
+    def display(self, frame: Frame) -> None:
+        """One more, in the cell that runs."""
+        data = still.bundle(frame, self.name, png=False)
+        self._shown.append(display(data, raw=True, display_id=True))  # type: ignore[no-untyped-call]
+
+    def keep(self, frame: Frame) -> None:
+        """Bring them up to date: once what happened has settled, and now and then while things go on."""
+        now_s, facts = frame.view.at_s, _facts(frame)
+        self._opened_s = now_s if self._opened_s is None else self._opened_s
+        if facts != self._facts:
+            self._facts, self._facts_s = facts, now_s
+        patience_s = min(max((now_s - self._opened_s) / 2, _SETTLED_S), _KEEP_STILL_S)  # a young chart says little
+        if facts != self._kept:
+            patience_s = 0.0 if now_s - self._facts_s >= _SETTLED_S else _KEEP_MOVED_S
+        if frame.last or now_s - self._kept_s >= patience_s:
+            self._kept, self._kept_s = facts, now_s
+            self.update(frame, png=frame.last)
+
+    def update(self, frame: Frame, *, png: bool) -> None:
+        """Bring them up to date now; `png` adds a drawn figure (slow)."""
+        if self._shown:
+            data = still.bundle(frame, self.name, png=png)
+            for shown in self._shown:
+                shown.update(data, raw=True)
 
 
 class Pieces:
@@ -162,14 +187,14 @@ class Pieces:
 
     def __init__(self, frame: Frame, name: str, press: Callable[[int, Press], None]) -> None:
         self._name = name
-        style = f"<style>{parts.CSS}\n.{name}-still {{ display: none; }}</style>"
+        style = f"<style>{parts.CSS}\n{_LIVE.replace('NAME', name)}</style>"
         self._notice, self._head = widgets.HTML(""), widgets.HTML(frame.head)
         self._cards = {card.stage.stage_id: StageCard(card, press) for card in frame.cards}
         drawn = (frame.chart, frame.reclaimed, frame.host)
         self._chart, self._reclaimed, self._host = (widgets.HTML(self._own(text)) for text in drawn)
         self._devices, self._log = widgets.HTML(frame.devices), widgets.HTML(frame.log)
-        self._table = widgets.HTML("")
-        self._accordion = widgets.Accordion([self._table], titles=("The numbers of the charts as a table",))
+        self._asked = (widgets.HTML(""), widgets.HTML(""))
+        self._accordion = widgets.Accordion(self._asked, titles=_ASKED)
         self.children = (
             widgets.HTML(style, layout=widgets.Layout(display="none")),
             widgets.HBox([self._head, self._notice], layout=widgets.Layout(**_WRAP, grid_gap="0 16px")),
@@ -192,7 +217,9 @@ class Pieces:
         self._reclaimed.value, self._host.value = self._own(frame.reclaimed), self._own(frame.host)
         self._devices.value, self._log.value = frame.devices, frame.log
         if self._accordion.selected_index is not None:
-            self._table.value = frame.table()
+            self._asked[self._accordion.selected_index].value = (frame.table, frame.reasons)[
+                self._accordion.selected_index
+            ]()
 
     def _own(self, drawn: str) -> str:
         """A drawing with names that no other drawing of the page has."""

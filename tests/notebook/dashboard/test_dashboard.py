@@ -5,7 +5,10 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 import weakref
 
 import ipywidgets
@@ -215,9 +218,12 @@ def test_a_view_that_was_closed_is_drawn_no_more_until_it_is_back(engine, shown,
 def test_the_table_is_made_only_while_someone_looks(engine, shown, until):
     seen = shown.frame
     until(lambda: shown.frame.view.at_s > seen.view.at_s + 0.3)
-    assert shown._pieces._table.value == ""
+    table, reasons = shown._pieces._asked
+    assert (table.value, reasons.value) == ("", "")
     shown._pieces._accordion.selected_index = 0
-    until(lambda: "900.0 MiB" in shown._pieces._table.value)
+    until(lambda: "900.0 MiB" in table.value)
+    shown._pieces._accordion.selected_index = 1
+    until(lambda: "Stage 0 (thinker), Wake: nothing to do, it is AWAKE" in words(reasons.value))
 
 
 def test_a_busy_stages_error_is_one_line_in_verbs(engine, shown, until):
@@ -233,6 +239,35 @@ def test_a_press_on_an_engine_whose_loop_has_ended_is_told(engine, shown, until)
     click(shown, 0, Press.RESTART)
     until(lambda: "✗ Restart" in card(shown, 0)[1])
     assert "the engine was shut down" in card(shown, 0)[1]
+
+
+def test_a_press_on_an_engine_whose_status_fails_is_told(engine, shown, until):
+    engine.current = ConnectionError("the wire is cut")
+    click(shown, 0, Press.RESTART)
+    until(lambda: "✗ Restart: the wire is cut" in card(shown, 0)[1])
+
+
+def test_a_dashboard_of_an_engine_that_gives_no_status_leaves_nothing(engine):
+    engine.current = ConnectionError("the wire is cut")
+    before = instances(), threading.active_count()
+    with pytest.raises(ConnectionError):
+        omni.dashboard(engine)
+    assert (instances(), threading.active_count()) == before
+
+
+EXIT = """
+import omni_notebook as omni
+engine = omni.AsyncOmni("demo")
+dashboard = omni.dashboard(engine)
+import time; time.sleep(0.5)
+"""
+
+
+def test_a_script_that_leaves_a_dashboard_open_ends_in_time_and_says_nothing():
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    print(f"{time.monotonic() - began:.1f} s with the start")
 
 
 def test_nothing_is_printed_from_the_thread(engine, shown, until, capfd):
@@ -257,6 +292,7 @@ def test_the_bundle_has_the_widget_text_html_and_pictures(shown):
 def test_the_style_hides_the_still_picture_of_this_dashboard_only(shown):
     style = shown.children[0].value
     assert f".{shown.name}-still {{ display: none; }}" in style
+    assert {"omni-dashboard", shown.name} <= set(shown._dom_classes)
     assert f'class="omni-still {shown.name}-still"' in shown._repr_mimebundle_()["text/html"]
 
 

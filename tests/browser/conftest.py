@@ -1,4 +1,7 @@
-"""One JupyterLab, one Chromium, and pages of them."""
+"""One JupyterLab, one Chromium, and pages of them, for a module and no longer.
+
+While it is there playwright keeps an event loop running in this thread, and no other test could run one of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ START = "%load_ext omni_notebook\nimport omni_notebook as omni\nengine = %omni s
 SIZE = {"width": 1280, "height": 1400}
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _there():
     lacks = missing()
     if lacks:
         pytest.skip(lacks)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium(_there):
     from playwright.sync_api import sync_playwright
 
@@ -31,14 +34,14 @@ def chromium(_there):
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(_there, tmp_path_factory):
     made = Server(tmp_path_factory.mktemp("jupyter"))
     yield made
     made.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def screenshots(tmp_path_factory):
     """Where pictures of the page go: OMNI_SCREENSHOTS, else pytest's own folder."""
     given = os.environ.get("OMNI_SCREENSHOTS")

@@ -776,13 +776,22 @@ def test_of_the_same_changes_at_once_one_is_made_and_the_others_find_it_so(engin
 
 
 def test_an_add_that_waited_for_another_keeps_its_pin_and_sees_that_its_files_are_others(
-    engine: AsyncOmni, make: Make
+    engine: AsyncOmni, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stage, called = engine._core.stages[0], []
+    call_all = stage.call_all
+
+    def noted(method: str, *args: Any, **known: Any) -> Any:
+        called.append(method)
+        return call_all(method, *args, **known)
+
+    monkeypatch.setattr(stage, "call_all", noted)
+
     async def run() -> None:
         request = make(1)
         with held(engine, 0, "commit_lora"):
             first = asyncio.create_task(engine.add_lora(request))
-            await until(engine._core.stages[0].order_lock.locked)
+            await until(lambda: "commit_lora" in called)  # the ranks have read it
             same = asyncio.create_task(engine.add_lora(request))
             pin = asyncio.create_task(_pinned(engine, 1, first))
             await until(lambda: engine._core.stages[0].order_lock._waiters)

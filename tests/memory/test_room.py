@@ -82,8 +82,11 @@ def test_a_disk_error_in_a_wake_is_no_memory_error(make_pool, monkeypatch):
 
 
 def test_a_segment_that_can_not_be_filled_leaves_nothing(monkeypatch):
-    gc.collect()  # what earlier tests dropped
-    advise, unmap, released = libc.advise, libc.unmap, []
+    advise, reserve, unmap, reserved, released = libc.advise, libc.reserve, libc.unmap, [], []
+
+    def noted(n_bytes):
+        reserved.append((reserve(n_bytes), n_bytes))
+        return reserved[-1][0]
 
     def out_of_memory(address, n_bytes, advice):
         if advice == libc.MADV_POPULATE_WRITE and n_bytes:
@@ -91,13 +94,15 @@ def test_a_segment_that_can_not_be_filled_leaves_nothing(monkeypatch):
         advise(address, n_bytes, advice)
 
     monkeypatch.setattr(libc, "advise", out_of_memory)
-    monkeypatch.setattr(libc, "unmap", lambda base, n_bytes: (released.append(n_bytes), unmap(base, n_bytes)))
+    monkeypatch.setattr(libc, "reserve", noted)
+    monkeypatch.setattr(libc, "unmap", lambda base, n_bytes: (released.append((base, n_bytes)), unmap(base, n_bytes)))
     with pytest.raises(OutOfMemoryError) as caught:
         Segment(4 * MIB)
     assert caught.value.needed_bytes == 4 * MIB
     del caught
     gc.collect()
-    assert released == [10 * MIB]
+    assert [n_bytes for _, n_bytes in reserved] == [10 * MIB]
+    assert released.count(reserved[0]) == 1  # earlier tests' segments may go at this moment too
 
 
 def test_pages_that_will_not_leave_are_reported_and_not_claimed(make_pool, monkeypatch):

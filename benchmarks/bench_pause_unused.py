@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PAIRS = 12
+PAIRS = 40
 BATCHES, BATCH_SIZE, STEPS = 4, 4, 10
 BAR = 98.0
-T_95 = 2.201
-"""Student's t for 11 degrees of freedom, two-sided 95 %."""
+T_95 = 2.023
+"""Student's t for 39 degrees of freedom, two-sided 95 %."""
 LOOKS = 20_000
 PLAN = "red star top center; blue circle bottom center"
 _numbers = itertools.count()

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.stages.image_requests import ImageRequests, deliver_image
+from omni_notebook.stages.image_requests import ImageScheduler, deliver_image
 from omni_notebook.stages.scheduler import Batch
 from omni_notebook.worker.batches import BATCH_PREFIX, DiffusionBatch, Executed, ImageAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_notebook.errors import OmniError
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.worker.batches import Prefetch
 
 
-class DiffusionScheduler:
+class DiffusionScheduler(ImageScheduler):
     """The head of the queue always runs next; later requests of the same kind join its batch."""
 
     def __init__(self, *, max_batch_size: int) -> None:
-        self._max_batch_size = max_batch_size
-        self._requests = ImageRequests()
+        super().__init__(max_batch_size=max_batch_size)
         self._batch_id = ""
-
-    def add(self, request: StageRequest) -> None:
-        """Queue a request."""
-        self._requests.waiting.append(request)
 
     def _next(self) -> list[StageRequest]:
         """The head and those that can be denoised with it."""
@@ -44,8 +37,6 @@ class DiffusionScheduler:
         if not chosen:
             return None
         self._requests.start(chosen)
-        for request in chosen:
-            request.started_s = time.perf_counter()
         payload = _payload(chosen)
         self._batch_id = payload.batch_id
         return Batch(tuple(chosen), payload, payload.batch_id)
@@ -56,9 +47,7 @@ class DiffusionScheduler:
 
     def executed(self, batch: Batch, answer: Executed) -> None:
         """The running batch is computed; its images are being copied and encoded."""
-        for request in batch.requests:
-            for version, steps in answer.step_versions:
-                request.payload.note(version, steps)
+        self._note(batch, answer)
         self._requests.leave(batch.requests)
 
     def finish(self, batch: Batch, answer: list[ImageAnswer], weight_version: str) -> None:  # noqa: ARG002
@@ -67,40 +56,15 @@ class DiffusionScheduler:
         for request, image in zip(batch.requests, answer, strict=True):
             deliver_image(request, image, batch_size=len(batch.requests))
 
-    def fail(self, batch: Batch, error: BaseException) -> None:
-        """End the batch's requests with an error."""
-        self._requests.fail(batch.requests, error)
-
-    def requeue(self) -> None:
-        """Begin the running batch again later, and what was computed but is not delivered; nothing is prefetched."""
-        self._requests.requeue()
-
-    def end_all(self, error: OmniError) -> None:
-        """End every request with an error: the stage has failed."""
-        self._requests.end_all(error)
-
-    def abort(self, request_id: str) -> bool:
-        """End one request; the result of one that was computed is dropped."""
-        return self._requests.abort(request_id) is not None
-
     def abandoned_batch(self) -> str | None:
         """The running batch's id if all its requests were aborted, else None."""
         running = self._requests.running
         return self._batch_id if running and all(request.aborted for request in running) else None
 
-    def request_ids(self) -> Sequence[str]:
-        """Running ones first."""
-        return self._requests.ids()
-
     @property
     def running(self) -> int:
         """Requests in the running batch, aborted ones among them, and those whose images are on their way out."""
         return self._requests.begun
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait."""
-        return len(self._requests.waiting)
 
 
 def _kind(request: StageRequest) -> tuple[Any, ...]:

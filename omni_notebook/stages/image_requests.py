@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
     from omni_notebook.errors import OmniError
     from omni_notebook.stages.requests import StageRequest
-    from omni_notebook.worker.batches import ImageAnswer
+    from omni_notebook.stages.scheduler import Batch
+    from omni_notebook.worker.batches import Executed, ImageAnswer
 
 _keys = itertools.count(1)
 
@@ -76,6 +78,7 @@ class ImageRequests:
         for request in requests:
             self.waiting.remove(request)
             self.running.append(request)
+            request.started_s = time.perf_counter()
             if request.payload.prefetched:
                 self._ahead.discard(request.payload.key)  # its batch takes it
 
@@ -150,6 +153,49 @@ class ImageRequests:
     def begun(self) -> int:
         """Requests that run, aborted ones among them, and those whose images are on their way out."""
         return len(self.running) + len(self.leaving)
+
+
+class ImageScheduler:
+    """What schedulers of a diffusion stage share: everything but what runs next and what is delivered."""
+
+    def __init__(self, *, max_batch_size: int) -> None:
+        self._max_batch_size = max_batch_size
+        self._requests = ImageRequests()
+
+    def add(self, request: StageRequest) -> None:
+        """Queue a request."""
+        self._requests.waiting.append(request)
+
+    def _note(self, batch: Batch, answer: Executed) -> None:
+        """Remember the weight versions that the ranks recorded."""
+        for request in batch.requests:
+            for version, steps in answer.step_versions:
+                request.payload.note(version, steps)
+
+    def fail(self, batch: Batch, error: BaseException) -> None:
+        """End the batch's requests with an error."""
+        self._requests.fail(batch.requests, error)
+
+    def requeue(self) -> None:
+        """Begin what was begun, or computed but not delivered, again later; nothing is prefetched."""
+        self._requests.requeue()
+
+    def end_all(self, error: OmniError) -> None:
+        """End every request with an error: the stage has failed."""
+        self._requests.end_all(error)
+
+    def abort(self, request_id: str) -> bool:
+        """End one request; the result of one that runs or was computed is dropped."""
+        return self._requests.abort(request_id) is not None
+
+    def request_ids(self) -> Sequence[str]:
+        """Running ones first."""
+        return self._requests.ids()
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._requests.waiting)
 
 
 def deliver_image(request: StageRequest, image: ImageAnswer, **metrics: Any) -> None:

@@ -140,7 +140,7 @@ class Replica:
             collecting = None if batch.collect is None else self._call("collect", batch.collect)
             self._prefetch()
             answers = await executing
-            errors = [a.error for a in answers if a.error is not None]
+            errors = _errors(answers)
             if errors:
                 self._fail(batch, errors)
             elif collecting is None:
@@ -173,7 +173,7 @@ class Replica:
     async def _deliver(self, batch: Batch, collecting: asyncio.Task[list[RankAnswer]], version: str) -> None:
         """Hand a batch's outputs over when they are copied and encoded; the next batch runs meanwhile."""
         answers = await collecting
-        errors = [a.error for a in answers if a.error is not None]
+        errors = _errors(answers)
         if errors:
             self._fail(batch, errors)
             return
@@ -195,3 +195,8 @@ class Replica:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=1.0)
+
+
+def _errors(answers: list[RankAnswer]) -> list[BaseException]:
+    """What the ranks raised."""
+    return [answer.error for answer in answers if answer.error is not None]

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import TYPE_CHECKING
 
 from omni_notebook.protocol import RequestState
-from omni_notebook.stages.image_requests import ImageRequests, deliver_image
+from omni_notebook.stages.image_requests import ImageScheduler, deliver_image
 from omni_notebook.stages.requests import StageOutput
 from omni_notebook.stages.scheduler import Batch
 from omni_notebook.worker.batches import BATCH_PREFIX, DenoiseStep, Executed, ImageAnswer, StepBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from omni_notebook.errors import OmniError
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.worker.batches import Prefetch
 
 
-class StepScheduler:
+class StepScheduler(ImageScheduler):
     """Continuous batching of denoise steps; requests at different steps, and of different lengths, share a turn.
 
     Requests with another guidance or adapter take turns with them. A request that was aborted leaves at the next turn.
     """
 
     def __init__(self, *, max_batch_size: int) -> None:
-        self._max_batch_size = max_batch_size
-        self._requests = ImageRequests()
+        super().__init__(max_batch_size=max_batch_size)
         self._turns = itertools.count()
-
-    def add(self, request: StageRequest) -> None:
-        """Queue a request."""
-        self._requests.waiting.append(request)
 
     def _next(self) -> list[StageRequest]:
         """Those that join at the next turn."""
@@ -46,8 +37,6 @@ class StepScheduler:
         requests.gone([r for r in requests.running if r.aborted])
         joining = self._next()
         requests.start(joining)
-        for request in joining:
-            request.started_s = time.perf_counter()
         if not requests.running:
             return None
         kind = _kind(requests.running[0])
@@ -69,9 +58,7 @@ class StepScheduler:
 
     def executed(self, batch: Batch, answer: Executed) -> None:
         """One more step is done; requests at their last one are through but for their images."""
-        for request in batch.requests:
-            for version, steps in answer.step_versions:
-                request.payload.note(version, steps)
+        self._note(batch, answer)
         self._requests.leave([r for r in batch.requests if _complete(r)])
 
     def finish(self, batch: Batch, answer: list[ImageAnswer], weight_version: str) -> None:  # noqa: ARG002
@@ -83,39 +70,14 @@ class StepScheduler:
             elif not request.aborted:
                 request.deliver(_preview(request, step, image))
 
-    def fail(self, batch: Batch, error: BaseException) -> None:
-        """End the turn's requests with an error."""
-        self._requests.fail(batch.requests, error)
-
-    def requeue(self) -> None:
-        """Begin what was begun again later, from its first step."""
-        self._requests.requeue()
-
-    def end_all(self, error: OmniError) -> None:
-        """End every request with an error: the stage has failed."""
-        self._requests.end_all(error)
-
-    def abort(self, request_id: str) -> bool:
-        """End one request; one that runs takes no further step."""
-        return self._requests.abort(request_id) is not None
-
     def abandoned_batch(self) -> str | None:
         """None: a turn is short, it ends by itself."""
         return None
-
-    def request_ids(self) -> Sequence[str]:
-        """Running ones first."""
-        return self._requests.ids()
 
     @property
     def running(self) -> int:
         """Requests that have begun and were not aborted, those with images on their way out among them."""
         return sum(not r.aborted for r in (*self._requests.running, *self._requests.leaving))
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait."""
-        return len(self._requests.waiting)
 
 
 def _kind(request: StageRequest) -> tuple[float, int]:

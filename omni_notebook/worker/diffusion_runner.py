@@ -63,10 +63,10 @@ class DiffusionRunner(ModelRunner):
         noise = torch.stack([initial_noise(self._shape.image_shape, image.seed) for image in batch.images])
         condition, times = self._conditioner.batch(batch.images), timesteps(batch.num_inference_steps)
         images, versions = noise.to(self._dtype), []
-        for index in range(batch.num_inference_steps):
-            self._stop_if_cancelled(batch.batch_id)
-            versions.append(weight_version())
-            with self.loras.applied([image.lora_id for image in batch.images]):
+        with self.loras.applied([image.lora_id for image in batch.images]):
+            for index in range(batch.num_inference_steps):
+                self._stop_if_cancelled(batch.batch_id)
+                versions.append(weight_version())
                 images = denoise_step(self._model, images, index, times, condition, batch.guidance_scale)
         steps = tuple((version, len(list(run))) for version, run in groupby(versions))
         return Deferred(Executed(step_versions=steps), lambda: answers(images))

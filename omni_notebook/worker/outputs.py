@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError
+from omni_notebook.worker.lane import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
 
 class Outputs:
     """What is on its way out, by batch; one worker thread puts and takes, first come, first served."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni-output")
+        self._lane = Lane("omni-output")
         self._leaving: dict[str, Future[Any]] = {}
 
     def put(self, batch_id: str, finish: Callable[[], Any]) -> None:
         """Call `finish` on the output thread, after those before it."""
-        self._leaving[batch_id] = self._thread.submit(finish)
+        self._leaving[batch_id] = self._lane.submit(finish)
 
     def take(self, batch_id: str) -> Future[Any]:
         """What `finish` gives, once.
@@ -36,12 +37,8 @@ class Outputs:
 
     def join(self) -> None:
         """Return once everything that was put is done; what failed is told to who takes it."""
-        wait([self._thread.submit(_nothing)])
+        self._lane.join()
 
     def close(self) -> None:
         """Finish what was put, then end the thread; idempotent."""
-        self._thread.shutdown(wait=True)
-
-
-def _nothing() -> None:
-    """The last in the queue: when it is done all before it are."""
+        self._lane.close()

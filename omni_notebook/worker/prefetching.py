@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from omni_notebook.worker.lane import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -16,7 +18,7 @@ class Prefetcher(Generic[T]):
     """Holds what was fetched, by key, until a batch takes it; any thread may call."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni-prefetch")
+        self._lane = Lane("omni-prefetch")
         self._fetched: dict[int, Future[T]] = {}
         self._lock = threading.Lock()
 
@@ -27,7 +29,7 @@ class Prefetcher(Generic[T]):
         """Call `load` on the thread; a key that is there already is left alone."""
         with self._lock:
             if key not in self._fetched:
-                self._fetched[key] = self._thread.submit(load)
+                self._fetched[key] = self._lane.submit(load)
 
     def keep(self, keys: Collection[int]) -> None:
         """Drop all others: nobody will take them."""
@@ -48,13 +50,9 @@ class Prefetcher(Generic[T]):
 
     def join(self) -> None:
         """Return once nothing is on its way, of what was dropped meanwhile neither."""
-        wait([self._thread.submit(_nothing)])
+        self._lane.join()
 
     def close(self) -> None:
         """Drop everything and end the thread; idempotent."""
         self.keep(())
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-def _nothing() -> None:
-    """The last in the queue: when it is done all before it are."""
+        self._lane.close(cancel=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from concurrent.futures import Future
@@ -64,21 +65,39 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
 
+async def ended(work: Future[Any]) -> None:
+    """Return when work on another thread or loop has ended; whoever cancels the caller cancels nothing else.
+
+    The caller's loop turns every `TICK_S`: a kernel's interrupt cancels the cell that awaits, not waking it.
+    """
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not told.done():
+            told.set_result(None)
+
+    def hear(_work: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell)
+
+    work.add_done_callback(hear)
+    while not work.done():
+        await asyncio.wait({told}, timeout=TICK_S)
+
+
 async def awaited(work: Future[T]) -> T:
     """The result of work on another loop; cancelling the caller cancels the work.
 
     Raises:
         EngineClosedError: that loop ended before the work did.
     """
-    future = asyncio.wrap_future(work)
     try:
-        while not future.done():
-            await asyncio.wait({future}, timeout=TICK_S)
+        await ended(work)
     except asyncio.CancelledError:
-        if not future.cancel() and not future.cancelled():
-            future.exception()  # seen: the caller goes away without it
+        work.cancel()
         raise
-    if future.cancelled():
+    if work.cancelled():
         msg = "the engine was shut down while this call was in progress; start a new one"
         raise EngineClosedError(msg)
-    return future.result()
+    return work.result()

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from omni_notebook.engine.loop import ended
 from omni_notebook.errors import DeadlineError, EngineClosedError, OmniError
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import Progress
 from omni_notebook.verbs.parsing import VerbParser, add_out
 from omni_notebook.verbs.registry import verb
-from omni_notebook.verbs.waits import ended, here
+from omni_notebook.verbs.waits import here
 
 if TYPE_CHECKING:
     import argparse

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import contextlib
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from omni_notebook.errors import EngineClosedError
 from omni_notebook.verbs.frontend import POLL_S, PlainFrontend, Progress
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.interrupts import Held
 
 _T = TypeVar("_T")
-TICK_S = 0.2
 
 
 class Wait(Protocol):
@@ -83,24 +80,6 @@ def _ended(result: Callable[[], _T]) -> _T:
     except concurrent.futures.CancelledError:  # nobody here cancels and then waits: the engine's loop has ended
         msg = "the engine was stopped meanwhile; start a new one"
         raise EngineClosedError(msg) from None
-
-
-async def ended(future: Future[Any]) -> None:
-    """Return when a future has ended, on any event loop.
-
-    The loop wakes every `TICK_S`: a kernel's interrupt cancels the cell that awaits, but does not wake its loop.
-    """
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-    future.add_done_callback(lambda _ended: _set(loop, event))
-    while not future.done():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TICK_S):
-                await event.wait()
-
-
-def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(event.set)
 
 
 def in_thread(work: Callable[[], _T], name: str) -> Future[_T]:

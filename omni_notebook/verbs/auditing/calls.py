@@ -7,12 +7,13 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.engine.loop import ended
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.plan import PROMPT, SEED, plan_from
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.session import CANCEL_GRACE_S, current, session
-from omni_notebook.verbs.waits import Background, Foreground, ended, in_thread
+from omni_notebook.verbs.waits import Background, Foreground, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook import units
+from omni_notebook.engine.loop import ended
 from omni_notebook.errors import AsleepError, EngineClosedError, OmniError, SleepError, StageFailedError, WakeError
 from omni_notebook.protocol import MemoryState
 from omni_notebook.verbs import hints
@@ -20,7 +21,7 @@ from omni_notebook.verbs.frontend import drop_frames
 from omni_notebook.verbs.gauges import MemoryGauge
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.session import CANCEL_GRACE_S, session
-from omni_notebook.verbs.waits import Foreground, ended
+from omni_notebook.verbs.waits import Foreground
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

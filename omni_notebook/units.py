@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 KIB = 1024
 NONE = "–"
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def size(n_bytes: int | None) -> str:
@@ -42,3 +43,8 @@ def place(ack: OmniACK) -> str:
     """`stage 0 · rank 1`, and the replica where it is not the first."""
     replica = ack.metadata.get("replica") or 0
     return f"stage {ack.stage_id} · rank {ack.rank}" + (f" · replica {replica}" if replica else "")
+
+
+def spreadsheet_cell(value: object) -> object:
+    """A cell of a CSV file; an apostrophe goes before text that a spreadsheet would run as a formula (OWASP)."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -109,6 +109,8 @@ class History:
         if not ledger_file.exists(path):
             return
         with closing(ledger_file.reading(path)) as connection, ledger_file.explained(path):
+            if ledger_file.is_empty(connection, path):
+                return
             self._newest_id = connection.execute("SELECT max(id) FROM acks").fetchone()[0] or 0
             found = self._select(connection, (wanted.limit or LIMIT) + 1)
             self.newest = [_past(row, path) for row in found]

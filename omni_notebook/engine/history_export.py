@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from omni_notebook import units
+from omni_notebook.engine.ledger_file import refuse_ledger
 from omni_notebook.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -149,10 +150,8 @@ def write(history: History, path: str | os.PathLike[str], lines: Callable[[Histo
         ArgumentError: it can not be written, or is the ledger.
     """
     place = Path(path).expanduser()
+    refuse_ledger(place, history.path)
     try:
-        if place.exists() and history.path.exists() and place.samefile(history.path):
-            msg = f"{place} is the ledger itself; name another file, nothing was written"
-            raise ArgumentError(msg)
         with place.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             file.writelines(lines(history))
     except OSError as error:
@@ -173,7 +172,8 @@ def csv_lines(history: History) -> Iterator[str]:
     writer = csv.DictWriter(buffer, FIELDS)
     writer.writeheader()
     for ack in history:
-        writer.writerow({**flat(ack), "time": _iso(ack.time_s)})
+        row = {**flat(ack), "time": _iso(ack.time_s)}
+        writer.writerow({name: units.spreadsheet_cell(value) for name, value in row.items()})
         yield _taken(buffer)
     yield _taken(buffer)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import omni_notebook
-from omni_notebook.errors import LedgerError
+from omni_notebook.errors import ArgumentError, LedgerError
 from omni_notebook.memory import host
 from omni_notebook.protocol import MIB
 
@@ -64,6 +64,8 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Name and statements of each step; a file's schema is the number of those that it has. Only ever add to the end."""
 
+_BESIDE = ("-wal", "-shm", "-journal")
+"""How the names of SQLite's other files end."""
 _TRANSIENT = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
 _WHY = {
     sqlite3.SQLITE_NOTADB: "{path} is not a ledger ({error})",
@@ -179,6 +181,11 @@ def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
         raise
 
 
+def is_empty(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file has no tables yet."""
+    return _schema(connection, path) == 0
+
+
 def _check_schema(number: int, path: Path) -> None:
     if number > len(MIGRATIONS):
         msg = (
@@ -234,6 +241,7 @@ class LedgerFile:
         self._started_s = time.time()
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
+        self._log_inode: tuple[int, int] | None = None
         self._session_id: int | None = None
         self._untidy = 0
 
@@ -256,11 +264,16 @@ class LedgerFile:
                 self.close()
             raise why from error
         self._session_id = session_id
+        self._log_inode = _inode(_log(self.path))
         self._untidy += len(records)
 
     def _open(self) -> sqlite3.Connection:
-        """The connection; a new one where the file was moved or removed."""
-        if self._connection is not None and self._inode != _inode(self.path):
+        """The connection; a new one where the file or its log was moved or removed.
+
+        Closing the old one takes what was in a removed log into the file.
+        """
+        found = _inode(self.path), _inode(_log(self.path))
+        if self._connection is not None and (self._inode, self._log_inode or found[1]) != found:
             self.close()
         if self._connection is None:
             self._connection = _writing(self.path)
@@ -290,7 +303,7 @@ class LedgerFile:
         if self._connection is not None:
             with suppress(sqlite3.Error):
                 self._connection.close()
-        self._connection = self._inode = self._session_id = None
+        self._connection = self._inode = self._log_inode = self._session_id = None
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
@@ -335,6 +348,21 @@ def explained(path: Path) -> Iterator[None]:
 
 def _log(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
+
+
+def refuse_ledger(place: Path, ledger: Path | None) -> None:
+    """Refuse to write over the ledger or over the files that SQLite keeps beside it, under whatever name.
+
+    Raises:
+        ArgumentError: `place` is one of them; nothing was written.
+    """
+    if ledger is None:
+        return
+    real = Path(os.path.realpath(ledger))  # SQLite follows links too
+    for part in (real, *(real.with_name(real.name + end) for end in _BESIDE)):
+        if os.path.realpath(place) == str(part) or _inode(place) == _inode(part) is not None:
+            msg = f"{place} is the ledger itself, or a part of it; name another file, nothing was written"
+            raise ArgumentError(msg)
 
 
 def exists(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import datetime as dt
 import json
@@ -18,7 +19,7 @@ from omni_notebook.engine import history_export, ledger_file
 from omni_notebook.engine.history import Filter, History, facts, history, moment
 from omni_notebook.errors import ArgumentError, LedgerError, UnsupportedError
 from omni_notebook.protocol import MIB, OmniACK
-from tests.engine.ledger_helpers import ack_event, record, rows
+from tests.engine.ledger_helpers import ack_event, ledger, record, rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,6 +166,12 @@ def test_before_the_first_engine_there_is_an_empty_history(path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_file_that_is_still_empty_is_an_empty_history(path: Path) -> None:
+    path.touch()
+    assert repr(history()) == f"no history yet: no ACK is in {path}"
+    assert (facts().schema, facts().trouble) == (0, None)
+
+
 def test_off_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_NOTEBOOK_LEDGER", "off")
     with pytest.raises(LedgerError, match="no history is kept: OMNI_NOTEBOOK_LEDGER is off"):
@@ -278,6 +285,46 @@ def test_an_export_never_overwrites_the_ledger(filled: Path, tmp_path: Path) -> 
             history().to_csv(target)
     assert filled.read_bytes() == before
     assert len(rows(filled)) == 6
+
+
+@pytest.mark.parametrize("end", ["", "-wal", "-shm", "-journal"])
+@pytest.mark.parametrize("named", ["itself", "by a link", "through a linked folder"])
+def test_an_export_never_overwrites_a_file_that_sqlite_keeps_beside_the_ledger(
+    path: Path, tmp_path: Path, end: str, named: str
+) -> None:
+    (tmp_path / "folder").symlink_to(tmp_path, target_is_directory=True)
+    part = path.with_name(path.name + end)
+    (tmp_path / "link").symlink_to(part)
+    target = {"itself": part, "by a link": tmp_path / "link"}.get(named, tmp_path / "folder" / part.name)
+
+    async def order_and_export() -> None:
+        async with ledger(path) as one:
+            one.take(ack_event("first"))
+            await one.written()
+            with pytest.raises(ArgumentError, match="is the ledger itself, or a part of it"):
+                history().to_csv(target)
+            one.take(ack_event("second"))
+            await one.written()
+            assert one.notes == ()
+            assert tasks(history()) == ["second", "first"]
+
+    asyncio.run(order_and_export())
+
+
+def test_a_ledgers_place_is_kept_free_before_there_is_one(path: Path) -> None:
+    with pytest.raises(ArgumentError, match="is the ledger itself"):
+        history().to_csv(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("formula", ["=HYPERLINK(A1)", "+1", "-1+cmd|' /C calc'!A0", "@SUM(1)", "\t=1", "\r=1"])
+def test_no_text_of_a_csv_cell_is_a_formula_for_a_spreadsheet(path: Path, tmp_path: Path, formula: str) -> None:
+    record(path, ack_event(formula, error_msg=formula, error_code=formula, freed_bytes=-5), model=formula)
+    history().to_csv(tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert [row[name] for name in ("model", "task_id", "error_msg", "error_code")] == [f"'{formula}"] * 4
+    assert row["freed_bytes"] == "-5", "a number stays one"
 
 
 def test_an_export_that_can_not_be_written_says_why(filled: Path, tmp_path: Path) -> None:

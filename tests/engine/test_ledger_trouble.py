@@ -268,3 +268,20 @@ def test_a_full_disk_is_said_and_costs_nothing_once_there_is_room(path: Path, mo
 
     asyncio.run(run())
     assert rows(path) == [*map(str, range(200))]
+
+
+@pytest.mark.parametrize("ends", [["-wal"], ["-shm"], ["-wal", "-shm"]])
+def test_a_log_that_was_removed_loses_nothing_that_was_acknowledged(path: Path, ends: list[str]) -> None:
+    async def orders() -> list[str]:
+        async with ledger(path) as one:
+            one.take(ack_event("before"))
+            await one.written()
+            for end in ends:
+                path.with_name(path.name + end).unlink()
+            one.take(ack_event("after"))
+            await one.written()
+            assert one.notes == ()
+            return rows(path)
+
+    assert asyncio.run(orders()) == ["before", "after"]
+    assert rows(path) == ["before", "after"]

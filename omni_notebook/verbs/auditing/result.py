@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from omni_notebook import units
+from omni_notebook.engine.ledger_file import ledger_path, refuse_ledger
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.verbs.auditing.record import Verdict
 from omni_notebook.verbs.auditing.summary import not_judged, summary
@@ -87,30 +89,33 @@ class AuditResult:
 
         Raises:
             OSError: the file can not be written.
+            ArgumentError: it is the ledger.
         """
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self.record), indent=2) + b"\n")
+        _place(path).write_bytes(msgspec.json.format(msgspec.json.encode(self.record), indent=2) + b"\n")
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page that needs nothing else: verdict, reasons, chart, tables, pictures.
 
         Raises:
             OSError: the file can not be written.
+            ArgumentError: it is the ledger.
         """
         from omni_notebook.verbs.auditing import report  # noqa: PLC0415  (made when asked for)
 
-        Path(path).write_text(report.page(self), encoding="utf-8")
+        _place(path).write_text(report.page(self), encoding="utf-8")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `rows()`, with a line of names above.
 
         Raises:
             OSError: the file can not be written.
+            ArgumentError: it is the ledger.
         """
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows())
-        Path(path).write_text(text.getvalue(), encoding="utf-8")
+        writer.writerows({name: units.spreadsheet_cell(cell) for name, cell in row.items()} for row in self.rows())
+        _place(path).write_text(text.getvalue(), encoding="utf-8")
 
     def to_dataframe(self) -> Any:
         """`rows()` as a pandas DataFrame.
@@ -133,6 +138,11 @@ class AuditResult:
         Ranks that share a process repeat its numbers: `process_ranks` says how many do.
         """
         return [_row(cycle, rank) for cycle in self.cycles for rank in cycle.ranks]
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    refuse_ledger(Path(path), ledger_path())
+    return Path(path)
 
 
 def _row(cycle: Cycle, rank: RankLine) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.engine.ledger_file import ledger_path, refuse_ledger
 from omni_notebook.errors import ArgumentError, OmniError
 from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.calls import in_front
@@ -105,10 +106,11 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
     """`{kind: path}` of what is to be written, each in a folder that is there.
 
     Raises:
-        ArgumentError: a folder is not there; nothing was changed.
+        ArgumentError: a folder is not there, or a file is the ledger; nothing was changed.
     """
     files = {kind: getattr(args, kind).expanduser() for kind in _FILES if getattr(args, kind) is not None}
     for kind, path in files.items():
+        refuse_ledger(path, ledger_path())
         if path.is_dir() or not path.parent.is_dir():
             what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
             msg = f"omni audit: --{kind} {path} {what}; nothing was changed"

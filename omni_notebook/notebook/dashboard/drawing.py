@@ -81,9 +81,10 @@ class Drawer:
         self._chart_of: tuple[object, ...] = ()
         self._chart_s = float("-inf")
         self._cards: dict[int, tuple[tuple[object, ...], Card]] = {}
-        self._host = _Kept(parts.host)
-        self._devices = _Kept(parts.devices)
-        self._log, self._reclaimed = _Kept(parts.log_html), _Kept(parts.reclaimed)
+        self._host = _Kept("host memory", parts.host)
+        self._devices = _Kept("the devices", parts.devices)
+        self._log = _Kept("the log of answers", parts.log_html)
+        self._reclaimed = _Kept("reclaimed memory", parts.reclaimed)
 
     def draw(self, view: View, *, last: bool = False) -> Frame:
         """The frame of a view."""
@@ -91,7 +92,7 @@ class Drawer:
         return Frame(
             view=view,
             last=last,
-            head=parts.head(status, view.trouble),
+            head=_tried("the head", lambda: parts.head(status, view.trouble)),
             cards=tuple(self._card(stage, view) for stage in status.stages),
             reclaimed=self._reclaimed.drawn(log, log.count),
             host=self._host.drawn(status.stages, status.stages),
@@ -105,8 +106,9 @@ class Drawer:
         facts = stage, closed, note
         known = self._cards.get(stage.stage_id)
         if known is None or known[0] != facts:
-            below = parts.below(stage, note.text, wrong=note.wrong, closed=closed)
-            card = Card(stage, parts.card(stage, closed=closed), orders.buttons(stage, closed=closed), below)
+            below = _tried("the line", lambda: parts.below(stage, note.text, wrong=note.wrong, closed=closed))
+            text = _tried("the stage", lambda: parts.card(stage, closed=closed))
+            card = Card(stage, text, orders.buttons(stage, closed=closed), below)
             known = self._cards[stage.stage_id] = facts, card
         return known[1]
 
@@ -115,7 +117,7 @@ class Drawer:
         if shape == self._chart_of and 0 <= view.at_s - self._chart_s < REDRAW_S:
             return self._chart
         self._chart_of, self._chart_s = shape, view.at_s
-        drawn = svg.chart_html(panels.chart(view.window, view.status, view.log))
+        drawn = _tried("the chart", lambda: svg.chart_html(panels.chart(view.window, view.status, view.log)))
         self._chart = parts.dash(drawn, drawn_ms=round(1e3 * time.time()))
         return self._chart
 
@@ -123,7 +125,8 @@ class Drawer:
 class _Kept:
     """A part that is drawn again only when what it was drawn from has changed."""
 
-    def __init__(self, draw: Callable[[Any], str]) -> None:
+    def __init__(self, name: str, draw: Callable[[Any], str]) -> None:
+        self._name = name
         self._draw = draw
         self._facts: object = None
         self._text = ""
@@ -131,5 +134,13 @@ class _Kept:
     def drawn(self, source: Any, facts: object) -> str:
         """`draw(source)`, made anew where `facts` are others than the last time."""
         if self._facts is None or self._facts != facts:
-            self._facts, self._text = facts, self._draw(source)
+            self._facts, self._text = facts, _tried(self._name, lambda: self._draw(source))
         return self._text
+
+
+def _tried(name: str, draw: Callable[[], str]) -> str:
+    """A part, or the line that says why it could not be drawn: the others go on."""
+    try:
+        return draw()
+    except Exception as error:  # noqa: BLE001  (what a rank answered may be anything)
+        return parts.notice(f"✗ {name} could not be drawn: {type(error).__name__}: {error}")

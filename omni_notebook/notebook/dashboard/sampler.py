@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from omni_notebook.errors import OmniError
+from omni_notebook.notebook.dashboard import parts
 from omni_notebook.notebook.dashboard.devices import DeviceProbe
 from omni_notebook.notebook.dashboard.drawing import Drawer, Note, View
 from omni_notebook.notebook.dashboard.log import Log
@@ -76,15 +78,18 @@ class Sampler:
 
     def attach(self, listener: Callable[[Frame], None]) -> None:
         """Give every frame from now on to `listener`, on the sampler's thread."""
-        with self._lock:
-            self._listeners.append(listener)
+        self._listeners.append(listener)
 
-    def detach(self, listener: Callable[[Frame], None]) -> bool:
-        """Give it no more frames; whether nobody listens now. Once back, the listener is not called again."""
+    def detach(self, listener: Callable[[Frame], None]) -> None:
+        """Give it no more frames. Once back, the listener is not called again."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
-            return not self._listeners
+
+    @property
+    def unheard(self) -> bool:
+        """Whether nobody listens."""
+        return not self._listeners
 
     @property
     def running(self) -> bool:
@@ -117,13 +122,23 @@ class Sampler:
     def _turn(self, engine: Engine) -> bool:
         """One sample, shown to everyone; whether there will be another."""
         last = self._is_last()
-        self.frame = frame = self._sample(engine, last=last)
+        self.frame = frame = self._frame(engine, last=last)
+        self._blind = ""
         with self._lock:
             for listener in list(self._listeners):
                 if self._ended.is_set():
                     return False
-                self._show(listener, frame)
+                if listener in self._listeners:  # one before it may have closed it
+                    self._show(listener, frame)
         return not last
+
+    def _frame(self, engine: Engine, *, last: bool) -> Frame:
+        """The next frame; where there is none, the one before with the reason: a thread that ends shows nothing."""
+        try:
+            return self._sample(engine, last=last)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the next sample may be sound)
+            why = f"no frame since then: {type(error).__name__}: {error}"
+            return replace(self.frame, last=last, head=parts.head(self._status, why))
 
     def _is_last(self) -> bool:
         """Whether the engine has told everything; asked before the sample, which then shows all of it."""
@@ -203,8 +218,9 @@ def attach(engine: Engine, listener: Callable[[Frame], None]) -> Sampler:
 
 def detach(sampler: Sampler, listener: Callable[[Frame], None]) -> None:
     """Take a listener away; the last one ends the sampler."""
+    sampler.detach(listener)  # not under the lock: it waits for listeners, and one may wait for the lock
     with _LOCK:
-        last = sampler.detach(listener)
+        last = sampler.unheard
         if last:
             sampler.end()
     if last:

@@ -1,4 +1,5 @@
 import gc
+import math
 import threading
 import time
 import weakref
@@ -6,9 +7,9 @@ import weakref
 import pytest
 
 from omni_notebook.notebook.dashboard import sampler
-from omni_notebook.protocol import AckEvent
-from tests.notebook.acks import ack
-from tests.notebook.dashboard.watched import FakeEngine, two_stages
+from omni_notebook.protocol import AckEvent, TagMemory
+from tests.notebook.acks import ack, rank, stage, status
+from tests.notebook.dashboard.watched import FakeEngine, ranks, two_stages
 
 
 @pytest.fixture
@@ -149,6 +150,90 @@ def test_a_listener_may_close_itself(engine, until):
     watching = sampler.attach(engine, once)
     until(lambda: ended)
     until(lambda: not threads())
+
+
+def test_a_listener_may_close_itself_while_another_thread_closes_the_other_one(engine, until):
+    watching = None
+    inside, closed = threading.Event(), threading.Event()
+
+    def once(_frame):
+        inside.set()
+        time.sleep(0.1)  # the other thread is on its way into its own detach
+        sampler.detach(watching, once)
+
+    def other(_frame):
+        pass
+
+    watching = sampler.attach(engine, other)
+    sampler.attach(engine, once)
+    assert inside.wait(10)
+    threading.Thread(target=lambda: (sampler.detach(watching, other), closed.set()), daemon=True).start()
+    assert closed.wait(10), "both wait for each other"
+    until(lambda: not threads())
+
+
+NONSENSE = [
+    {"latency_ms": "12"},
+    {"freed_bytes": None},
+    {"residual_bytes": "<script>"},
+    {"residual_bytes": float("nan")},
+    {"mapped_bytes": float("inf")},
+    {"replica": [1]},
+]
+TIMES = [float("nan"), float("inf"), -1e18]
+
+
+@pytest.mark.parametrize("facts", [*NONSENSE, *({"time_s": time_s} for time_s in TIMES)], ids=str)
+def test_an_answer_that_can_not_be_drawn_is_told_and_everything_else_goes_on(engine, frames, until, facts):
+    async def push(*events):
+        for event in events:
+            engine.hub.push(event)
+
+    time_s = facts.get("time_s", 1e9)
+    odd = ack(0, 0, freed_bytes=facts.get("freed_bytes", 5))
+    odd.metadata.update({name: value for name, value in facts.items() if name not in {"time_s", "freed_bytes"}})
+    odd.task_id = "odd"
+    engine.submit(push(AckEvent(time_s, "sleep", odd))).result(10)
+    count = len(frames) + 5
+    until(lambda: len(frames) > count)
+    frame = frames[-1]
+    shown = [frame.head, frame.log, frame.reclaimed, frame.chart, *(card.html for card in frame.cards)]
+    assert all(shown)
+    assert "<script>" not in "".join(shown)
+    assert "thinker" in frame.cards[0].html
+    assert [thread.name for thread in threads()] == ["omni-dashboard"]
+
+
+def test_a_part_that_can_not_be_drawn_says_which_and_why(engine, frames, until):
+    async def push(event):
+        engine.hub.push(event)
+
+    engine.submit(push(AckEvent(float("nan"), "sleep", ack(0, 0)))).result(10)
+    until(lambda: frames and "the log of answers could not be drawn: ValueError" in frames[-1].log)
+    assert frames[-1].reclaimed.count("could not be drawn") == 0
+
+
+def test_a_status_that_holds_nonsense_is_survived(engine, frames, until):
+    sound = engine.current
+    odd = stage(0, name="thinker", ranks=(rank(rank=0, pid=1, tags={"weights": TagMemory(math.nan, math.nan)}),))
+    engine.current = status(odd, stage(1, name="painter", ranks=ranks(1)))
+    until(lambda: frames and "could not be drawn" in frames[-1].chart)
+    engine.current = sound
+    until(lambda: "could not be drawn" not in frames[-1].chart, 20)
+
+
+def test_a_listeners_trouble_is_told_only_as_long_as_it_lasts(engine, frames, until):
+    broken = [True]
+
+    def sometimes(_frame):
+        if broken:
+            raise ValueError
+
+    watching = sampler.attach(engine, sometimes)
+    until(lambda: frames and "could not show a frame" in frames[-1].view.trouble)
+    broken.clear()
+    until(lambda: not frames[-1].view.trouble)
+    sampler.detach(watching, sometimes)
 
 
 def test_the_latest_frame_stays_after_the_last_dashboard_closed(engine, until):

@@ -22,6 +22,7 @@ from omni_notebook.errors import (
     ArgumentError,
     AsleepError,
     EngineClosedError,
+    OmniError,
     PausedError,
     StageBusyError,
     UnsupportedError,
@@ -32,6 +33,7 @@ from omni_notebook.verbs.auditing.plan import Plan
 from omni_notebook.verbs.auditing.record import Verdict
 from omni_notebook.verbs.auditing.result import COLUMNS, SCHEMA, AuditResult
 from omni_notebook.verbs.interrupts import InterruptedVerb
+from omni_notebook.verbs.registry import execute
 from tests.engine.engine_helpers import in_processes, rank_fault, slow, until
 from tests.verbs.conftest import lying_engine
 from tests.verbs.lying_worker import told
@@ -457,6 +459,43 @@ def test_without_pandas_a_data_frame_is_refused_in_one_line(result, monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(UnsupportedError, match="needs pandas"):
         result.to_dataframe()
+
+
+@pytest.mark.parametrize("order", ["wake", "sleep"])
+def test_an_order_of_someone_else_in_the_middle_is_no_verdict_on_the_engine(engine, monkeypatch, order):
+    real = engine.sleep
+
+    async def someone_else_too(*args: Any, **known: Any) -> Any:
+        if order == "sleep":
+            await real([0], 2)
+            return await real(*args, **known)
+        acks = await real(*args, **known)
+        await engine.wake_up([0])
+        return acks
+
+    monkeypatch.setattr(engine, "sleep", someone_else_too)
+    with pytest.raises(StageBusyError, match="another order put stage 0 to sleep or woke it during the audit"):
+        omni.audit(engine, **QUICK)
+    assert states(engine) == AWAKE
+
+
+def test_a_file_that_can_not_be_written_costs_neither_the_others_nor_the_reasons(session, tmp_path):
+    (tmp_path / "there").mkdir()
+    gone, good = tmp_path / "there" / "audit.html", tmp_path / "audit.json"
+    real = AuditResult.to_html
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AuditResult, "to_html", lambda self, path: ((tmp_path / "there").rmdir(), real(self, path)))
+        with pytest.raises(OmniError, match=r"ended with (PASS|WARN), but .*audit.html could not be written.*asleep: "):
+            execute(session, f"audit --steps 3 --html {gone} --json {good}")
+    assert json.loads(good.read_text(encoding="utf-8"))["verdict"] in {"PASS", "WARN"}
+
+
+@pytest.mark.parametrize("end", ["", "-wal", "-shm"])
+def test_a_report_never_overwrites_the_ledger(session, engine, end):
+    target = f"{os.environ['OMNI_NOTEBOOK_LEDGER']}{end}"
+    with pytest.raises(ArgumentError, match="is the ledger itself, or a part of it"):
+        execute(session, f"audit --html {target}")
+    assert states(engine) == AWAKE
 
 
 def test_other_requests_meanwhile_are_noticed(engine):

@@ -58,6 +58,33 @@ def test_stages_sleep_inside_and_are_awake_after_with_the_same_output(engine, le
     )
 
 
+def test_one_context_is_for_one_block_and_a_second_use_leaves_everything_as_it_is(engine):
+    context = omni.borrowed([0], engine=engine)
+    with context:
+        with pytest.raises(ArgumentError, match="call it again for another"), context:
+            pass
+        assert states(engine) == ["ASLEEP", "AWAKE"]
+    assert states(engine) == ["AWAKE", "AWAKE"], "the first use must not be forgotten"
+    with pytest.raises(ArgumentError, match="call it again for another"), context:
+        pass
+    assert states(engine) == ["AWAKE", "AWAKE"]
+
+
+@pytest.mark.parametrize("way", ["with", "async with"])
+def test_a_wake_that_fails_does_not_hide_what_the_code_raised(engine, way):
+    async def borrow():
+        async with omni.borrowed([1], engine=engine):
+            raise ValueError("mine")
+
+    with told(engine, 1, room_bytes=0), pytest.raises(WakeError, match="the code itself raised ValueError: mine") as c:
+        if way == "async with":
+            asyncio.run(borrow())
+        with omni.borrowed([1], engine=engine):
+            raise ValueError("mine")
+    assert isinstance(c.value.__cause__, ValueError)
+    asyncio.run(engine.wake_up())
+
+
 def test_the_asynchronous_context_does_the_same(engine):
     async def borrow():
         async with omni.borrowed(0, engine=engine) as lease:

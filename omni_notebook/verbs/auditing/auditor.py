@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_notebook import units
-from omni_notebook.errors import EngineClosedError, OmniError
+from omni_notebook.errors import EngineClosedError, OmniError, StageBusyError
 from omni_notebook.protocol import MemoryState
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing import judging, lines, outputs
@@ -51,6 +51,7 @@ class Auditor:
     Raises, from `run`:
         ArgumentError, AsleepError, PausedError, StageBusyError: refused; nothing was changed.
         EngineClosedError: the engine was stopped meanwhile.
+        StageBusyError: another order moved a stage meanwhile, so that there is no verdict.
         OmniError: there is no golden output, or the first sleep was refused; nothing was changed.
         InterruptedVerb: Ctrl-C, or told to stop; says what state the stages are in.
     """
@@ -155,6 +156,7 @@ class Auditor:
         probe = self._probe() if self._plan.probe_bytes and all(ack.ok for ack in slept) else None
         woken, wake_ms = self._wake()
         awake = outside.look(self._seats)
+        self._check_undisturbed(slept, woken)
         return Cycle(
             number=number,
             ranks=lines.rank_lines(self._stages, slept, woken),
@@ -164,6 +166,24 @@ class Auditor:
             sleep_ms=sleep_ms,
             wake_ms=wake_ms,
         )
+
+    def _check_undisturbed(self, slept: list[OmniACK], woken: list[OmniACK]) -> None:
+        """An order with nothing to do came after another one: what was seen meanwhile says nothing about the sleep.
+
+        Raises:
+            StageBusyError: another order moved a stage that this audit was measuring.
+        """
+        refused = {
+            ack.stage_id for ack in slept if not ack.ok
+        }  # such a stage did not sleep, its wake has nothing to do
+        idle = {ack.stage_id for ack in (*slept, *woken) if ack.ok and ack.metadata.get("noop")}
+        moved = sorted(idle - refused)
+        if moved:
+            msg = (
+                f"another order put stage {', '.join(map(str, moved))} to sleep or woke it during the audit, which has "
+                "no verdict; audit again"
+            )
+            raise StageBusyError(msg, stage_id=moved[0], running=0, queued=0, in_transit=0)
 
     def _wake(self) -> tuple[list[OmniACK], float]:
         """Wake what can be; a stage that has failed refuses, and its state is a finding at the end of the cycle."""

@@ -119,14 +119,19 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def write(result: AuditResult, files: dict[str, Path]) -> None:
-    """Write the report's files.
+    """Write the report's files, all that can be.
 
     Raises:
-        OmniError: one could not be written; the verdict is in the message.
+        OmniError: one could not be written; the verdict and its reasons are in the message.
     """
+    failed = []
     for kind, path in files.items():
         try:
             getattr(result, f"to_{kind}")(path)
         except OSError as error:
-            msg = f"the audit ended with {result.verdict}, but {path} could not be written: {error.strerror or error}"
-            raise OmniError(msg) from None
+            failed.append(f"{path} could not be written: {error.strerror or error}")
+    if failed:
+        msg = (
+            f"the audit ended with {result.verdict}, but {'; '.join(failed)}. Its reasons: {'; '.join(result.reasons)}"
+        )
+        raise OmniError(msg)

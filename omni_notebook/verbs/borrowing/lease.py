@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook import units
 from omni_notebook.engine.loop import ended
-from omni_notebook.errors import AsleepError, EngineClosedError, OmniError, SleepError, StageFailedError, WakeError
+from omni_notebook.errors import (
+    ArgumentError,
+    AsleepError,
+    EngineClosedError,
+    OmniError,
+    SleepError,
+    StageFailedError,
+    WakeError,
+)
 from omni_notebook.protocol import MemoryState
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing.plan import pick_known
@@ -119,6 +127,7 @@ class Borrowed:
         self._before: list[StageStatus] = []
         self._watch: PeakWatch | None = None
         self._began_s = 0.0
+        self._used = False
         self.lease = Lease([], level)
 
     @property
@@ -156,10 +165,10 @@ class Borrowed:
                     self._woken(self._run(Foreground(self._session.frontend, held), order, falling=False))
                 self._gave_back(started_s)
         except KeyboardInterrupt:
-            msg = f"interrupted: {self._leave()}"
-            raise InterruptedVerb(msg) from None
+            msg = f"interrupted: {self._leave()}{_also(error)}"
+            raise InterruptedVerb(msg) from error
         except WakeError as failed:
-            raise self._no_room(failed) from None
+            raise self._no_room(failed, error) from error
 
     async def __aenter__(self) -> Lease:
         self._plan()
@@ -185,7 +194,7 @@ class Borrowed:
             for order in self._wakes():
                 self._woken(await self._await(order(), must_end=True))
         except WakeError as failed:
-            raise self._no_room(failed) from None
+            raise self._no_room(failed, error) from error
         self._gave_back(started_s)
 
     # --------------------------------------------------------------------------------- sleeping
@@ -194,9 +203,12 @@ class Borrowed:
         """Which of the stages are to sleep: those that do not already.
 
         Raises:
-            ArgumentError: there is no such stage.
+            ArgumentError: there is no such stage, or this context was entered before.
             AsleepError: another order moves one of them.
         """
+        if self._used:
+            msg = "one omni.borrowed(...) is for one block: call it again for another; nothing was changed"
+            raise ArgumentError(msg)
         self._before = pick_known(self._engine.status(), self._wanted)
         moving = [stage for stage in self._before if stage.state in hints.MOVING]
         if moving:
@@ -213,6 +225,7 @@ class Borrowed:
 
     def _begin(self, started_s: float) -> None:
         self.lease.sleep_ms = (time.perf_counter() - started_s) * 1000 if self.lease.stage_ids else None
+        self._used = True
         self._watch = PeakWatch()
         self._began_s = time.perf_counter()
 
@@ -273,16 +286,16 @@ class Borrowed:
     def _woken(self, acks: list[OmniACK]) -> None:
         self.lease.woken += self._session.keep(acks, None, "wake")
 
-    def _no_room(self, failed: WakeError) -> WakeError:
+    def _no_room(self, failed: WakeError, error: BaseException | None) -> WakeError:
         """The error of a wake that did not come about, with who holds the memory where that is why."""
         self._session.keep(failed.acks, None, "wake")
         now = hints.pick(self._engine.status(), self.lease.stage_ids)
         text = str(failed.args[0]).partition(". Now: ")[0]
         if any(ack.metadata.get("error_code") in NO_ROOM for ack in failed.acks):
             text += f"; {holders.told(self._session.frontend.namespace())}; free some"
-        error = WakeError(f"{text}; now {hints.describe(now)}", failed.acks)
-        self._session.frontend.shorten(error)
-        return error
+        told = WakeError(f"{text}; now {hints.describe(now)}{_also(error)}", failed.acks)
+        self._session.frontend.shorten(told)
+        return told
 
     # ------------------------------------------------------------------------------------ waits
 
@@ -317,6 +330,11 @@ class Borrowed:
             futures = [self._engine.submit(order()) for order in self._wakes()]
             concurrent.futures.wait(futures, timeout=CANCEL_GRACE_S)
         return f"now {hints.describe(hints.pick(self._engine.status(), self.lease.stage_ids))}"
+
+
+def _also(error: BaseException | None) -> str:
+    """What the code raised, where another error takes its place."""
+    return "" if error is None else f"; the code itself raised {type(error).__name__}: {error}".removesuffix(": ")
 
 
 def borrowed(

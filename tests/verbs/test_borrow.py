@@ -72,16 +72,23 @@ def test_one_context_is_for_one_block_and_a_second_use_leaves_everything_as_it_i
 
 @pytest.mark.parametrize("way", ["with", "async with"])
 def test_a_wake_that_fails_does_not_hide_what_the_code_raised(engine, way):
-    async def borrow():
-        async with omni.borrowed([1], engine=engine):
-            raise ValueError("mine")
+    mine = ValueError("mine")
 
-    with told(engine, 1, room_bytes=0), pytest.raises(WakeError, match="the code itself raised ValueError: mine") as c:
-        if way == "async with":
-            asyncio.run(borrow())
+    async def later():
+        async with omni.borrowed([1], engine=engine):
+            raise mine
+
+    def now():
         with omni.borrowed([1], engine=engine):
-            raise ValueError("mine")
-    assert isinstance(c.value.__cause__, ValueError)
+            raise mine
+
+    borrow = now if way == "with" else lambda: asyncio.run(later())
+    with (
+        told(engine, 1, room_bytes=0),
+        pytest.raises(WakeError, match="the code itself raised ValueError: mine") as one,
+    ):
+        borrow()
+    assert one.value.__cause__ is mine
     asyncio.run(engine.wake_up())
 
 

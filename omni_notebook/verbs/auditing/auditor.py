@@ -173,9 +173,7 @@ class Auditor:
         Raises:
             StageBusyError: another order moved a stage that this audit was measuring.
         """
-        refused = {
-            ack.stage_id for ack in slept if not ack.ok
-        }  # such a stage did not sleep, its wake has nothing to do
+        refused = {ack.stage_id for ack in slept if not ack.ok}  # did not sleep: there is nothing to wake
         idle = {ack.stage_id for ack in (*slept, *woken) if ack.ok and ack.metadata.get("noop")}
         moved = sorted(idle - refused)
         if moved:

@@ -131,7 +131,6 @@ def write(result: AuditResult, files: dict[str, Path]) -> None:
         except OSError as error:
             failed.append(f"{path} could not be written: {error.strerror or error}")
     if failed:
-        msg = (
-            f"the audit ended with {result.verdict}, but {'; '.join(failed)}. Its reasons: {'; '.join(result.reasons)}"
-        )
+        reasons = "; ".join(result.reasons)
+        msg = f"the audit ended with {result.verdict}, but {'; '.join(failed)}. Why {result.verdict}: {reasons}"
         raise OmniError(msg)

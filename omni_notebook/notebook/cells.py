@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import asyncio
 import functools
+import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs.frontend import drop_frames
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from IPython.core.interactiveshell import InteractiveShell
 
 _NOTHING = "nothing was changed"
@@ -41,12 +45,31 @@ def run(shell: InteractiveShell, source: str) -> BaseException | None:
     before = shell.custom_exceptions, shell.CustomTB
     shell.set_custom_exc((BaseException,), _render_for_later)  # type: ignore[no-untyped-call]
     try:
-        result = shell.run_cell(source, store_history=False)  # type: ignore[no-untyped-call]
+        with _exits_unseen(shell):
+            result = shell.run_cell(source, store_history=False)  # type: ignore[no-untyped-call]
     finally:
         shell.custom_exceptions, shell.CustomTB = before
     error: BaseException | None = result.error_in_exec
     drop_frames(error)
-    return None if error is None or isinstance(error, SystemExit) else error.with_traceback(None)
+    return None if error is None else error.with_traceback(None)
+
+
+@contextmanager
+def _exits_unseen(shell: InteractiveShell) -> Iterator[None]:
+    """IPython shows a SystemExit whatever handler is set; here it is shown once, when it is raised again."""
+    show, before = shell.showtraceback, vars(shell).get("showtraceback")
+
+    def unless_it_exits(*args: Any, **known: Any) -> None:
+        if not isinstance(sys.exc_info()[1], SystemExit):
+            show(*args, **known)  # type: ignore[no-untyped-call]
+
+    vars(shell)["showtraceback"] = unless_it_exits
+    try:
+        yield
+    finally:
+        vars(shell).pop("showtraceback")
+        if before is not None:
+            vars(shell)["showtraceback"] = before
 
 
 def rendered(error: BaseException) -> str:

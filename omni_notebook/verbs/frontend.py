@@ -27,7 +27,7 @@ class CellError(Exception):
     """The user's own code raised in a cell that a verb ran; `error` is what it raised, to be shown as it is."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
+        super().__init__(said(error))
         self.error = error
 
 
@@ -81,6 +81,14 @@ class Frontend(Protocol):
         Raises:
             UnsupportedError: this front end has none.
         """
+
+
+def said(error: BaseException) -> str:
+    """An error's own words; none where its class can not say them."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  (the user's own class)
+        return ""
 
 
 def drop_frames(error: BaseException | None) -> None:

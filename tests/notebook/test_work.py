@@ -104,12 +104,14 @@ def test_a_borrowed_cell_may_use_verbs(cell, engine):
     assert states(engine) == ["AWAKE", "AWAKE"]
 
 
+@pytest.mark.filterwarnings("ignore:To exit")
 @pytest.mark.parametrize(
     ("code", "kind", "lines"),
     [
         ("def f():\n    big = [1] * 10\n    raise ValueError('mine')\nf()", "ValueError", ("line 3", "f()")),
         ("%omni sleep 9", "ArgumentError", ()),
         ("undefined_name", "NameError", ()),
+        ("import sys\nsys.exit('bye')", "SystemExit", ("bye",)),
     ],
 )
 def test_an_error_of_a_borrowed_cell_shows_once_after_the_wake(cell, engine, code, kind, lines):
@@ -123,11 +125,22 @@ def test_an_error_of_a_borrowed_cell_shows_once_after_the_wake(cell, engine, cod
     assert "omni_notebook/notebook" not in plain, "no frame of ours between the person and the error"
 
 
+def test_an_error_that_can_not_say_what_it_is_is_still_the_users_own(cell, engine):
+    code = "class Mute(Exception):\n    def __str__(self):\n        raise RuntimeError('no words')\nraise Mute"
+    result, shown = cell(f"%%omni borrow 0\n{code}")
+    assert type(result.error_in_exec).__name__ == "Mute"
+    assert "omni_notebook/" not in re.sub(r"\x1b\[[\d;]*m", "", shown)
+    assert states(engine) == ["AWAKE", "AWAKE"]
+
+
+@pytest.mark.filterwarnings("ignore:To exit")
 def test_after_a_borrowed_cell_errors_of_other_cells_show_as_ever(cell, engine):
     cell("%%omni borrow 0\n1 / 0")
     _, shown = cell("1 / 0")
     assert "ZeroDivisionError" in shown
     assert "Traceback" in re.sub(r"\x1b\[[\d;]*m", "", shown)
+    cell("%%omni borrow 0\nraise SystemExit")
+    assert "SystemExit: 3" in re.sub(r"\x1b\[[\d;]*m", "", cell("raise SystemExit(3)")[1])
 
 
 @pytest.mark.parametrize("code", ["if x =", "def f(:\n    pass", "'open"])

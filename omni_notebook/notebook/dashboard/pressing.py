@@ -68,6 +68,8 @@ def _words(error: BaseException) -> str:
 def _result(result: object) -> str:
     if not isinstance(result, list) or not all(isinstance(ack, OmniACK) for ack in result) or not result:
         return ": done"
+    if all(ack.metadata.get("noop") for ack in result):
+        return ": nothing to do, it was so already"
     ranks = f"{len(result)} rank{'s' if len(result) > 1 else ''}"
     freed = sum(ack.freed_bytes for ack in result)
     mapped = sum(ack.metadata.get("mapped_bytes") or 0 for ack in result)

@@ -25,7 +25,7 @@ from omni_notebook.verbs import hints
 from omni_notebook.verbs.auditing.plan import pick_known
 from omni_notebook.verbs.borrowing import holders, tidying
 from omni_notebook.verbs.borrowing.peak import Peak, PeakWatch
-from omni_notebook.verbs.frontend import drop_frames
+from omni_notebook.verbs.frontend import drop_frames, said
 from omni_notebook.verbs.gauges import MemoryGauge
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.session import CANCEL_GRACE_S, session
@@ -334,7 +334,7 @@ class Borrowed:
 
 def _also(error: BaseException | None) -> str:
     """What the code raised, where another error takes its place."""
-    return "" if error is None else f"; the code itself raised {type(error).__name__}: {error}".removesuffix(": ")
+    return "" if error is None else f"; the code itself raised {type(error).__name__}: {said(error)}".removesuffix(": ")
 
 
 def borrowed(

@@ -85,6 +85,16 @@ def test_a_press_sleeps_and_wakes_a_stage_and_the_card_tells(real, until):
     dashboard.close()
 
 
+def test_a_press_that_came_too_late_says_that_nothing_was_to_do(real, until):
+    first, second = omni.dashboard(real), omni.dashboard(real)
+    click(first, 0, Press.SLEEP_1)
+    click(second, 0, Press.SLEEP_1)  # its button is still on
+    until(lambda: "✓ Sleep 1: nothing to do, it was so already" in card(second, 0)[1])
+    assert "freed 0 B" not in card(first, 0)[1]
+    first.close()
+    second.close()
+
+
 def test_pause_and_resume_by_press(real, until):
     dashboard = omni.dashboard(real)
     click(dashboard, 1, Press.PAUSE)

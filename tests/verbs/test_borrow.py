@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import mmap
 import os
 import re
@@ -127,6 +128,32 @@ def test_a_cancelled_task_wakes_too(engine):
         return states(engine)
 
     assert asyncio.run(cancelled()) == ["AWAKE", "AWAKE"]
+
+
+def test_a_cancelled_sleep_does_not_hold_up_the_callers_loop(engine):
+    async def cancelled():
+        async def work():
+            async with omni.borrowed(engine=engine):
+                await asyncio.sleep(60)
+
+        async def beat():
+            while True:
+                at.append(time.monotonic())
+                await asyncio.sleep(0.01)
+
+        at: list[float] = []
+        beating, running = asyncio.create_task(beat()), asyncio.create_task(work())
+        await until(lambda: engine.status().stages[1].state == "FALLING_ASLEEP")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await asyncio.sleep(0.05)
+        beating.cancel()
+        return max(after - before for before, after in itertools.pairwise(at))
+
+    with slow(engine, 1, 2.0, "prepare_sleep"):
+        assert asyncio.run(cancelled()) < 0.5
+        asyncio.run(until(lambda: states(engine) == ["AWAKE", "AWAKE"]))
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -277,6 +304,7 @@ def test_ctrl_c_in_the_orders_leaves_the_stages_awake(engine, moment):
     with slow(engine, 1, 0.5, order), pytest.raises(InterruptedVerb, match="interrupted"), omni.borrowed(engine=engine):
         pass
     thread.join()
+    assert not PeakWatch._watching, "a watch of code that never ran goes on"
     deadline = time.monotonic() + 10
     while states(engine) != ["AWAKE", "AWAKE"] and time.monotonic() < deadline:
         time.sleep(0.01)

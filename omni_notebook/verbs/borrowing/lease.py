@@ -178,7 +178,7 @@ class Borrowed:
                 self._slept(await self._await(self._sleep()))
             self._begin(started_s)
         except asyncio.CancelledError:
-            self._leave()
+            await asyncio.to_thread(self._leave)
             raise
         except SleepError as error:
             await asyncio.to_thread(self._take_back, error)
@@ -244,7 +244,7 @@ class Borrowed:
         """The code has ended: what it took is counted, and then let go."""
         self.lease.run_s = time.perf_counter() - self._began_s
         if self._watch is not None:
-            self.lease.peak = self._watch.end()
+            self.lease.peak, self._watch = self._watch.end(), None
         drop_frames(error)
         self._session.frontend.forget_error()
         tidying.tidy()
@@ -326,6 +326,8 @@ class Borrowed:
 
     def _leave(self) -> str:
         """Have all woken that slept because of this, without making anyone wait for long; the states now."""
+        if self._watch is not None:
+            self._watch.end()
         with contextlib.suppress(EngineClosedError):
             futures = [self._engine.submit(order()) for order in self._wakes()]
             concurrent.futures.wait(futures, timeout=CANCEL_GRACE_S)

@@ -6,6 +6,7 @@ Reads the file without a right to write it, and needs neither an engine nor torc
 from __future__ import annotations
 
 import datetime as dt
+import math
 import re
 import time
 from contextlib import closing
@@ -75,7 +76,8 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
         """
         for name, least in (("stage", 0), ("rank", 0), ("session", 1), ("limit", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or not least <= value < MOST):
+            wrong = isinstance(value, bool) or not isinstance(value, int)
+            if value is not None and (wrong or not least <= value < MOST):
                 msg = f"{name}={value!r} is not a whole number from {least} on; nothing was read"
                 raise ArgumentError(msg)
         return self
@@ -202,7 +204,7 @@ def _past(row: tuple[Any, ...], path: Path) -> PastAck:
 def history(
     stage: int | None = None,
     rank: int | None = None,
-    since: str | dt.datetime | dt.timedelta | float | None = None,
+    since: str | dt.date | dt.timedelta | float | None = None,
     session: int | None = None,
     errors: bool = False,
     limit: int | None = LIMIT,
@@ -212,7 +214,7 @@ def history(
     Args:
         stage: only this one's; None = all.
         rank: only this one's, in every stage and replica.
-        since: "2h", "2026-11-29", a datetime, a timedelta before now, or seconds since 1970.
+        since: "2h", "2026-11-29", a date or datetime, a timedelta before now, or seconds since 1970.
         session: only this run of an engine.
         errors: only ACKs whose status is ERROR.
         limit: at most so many; None = all.
@@ -237,7 +239,7 @@ def _place() -> Path:
 # --------------------------------------------------------------------------------------------- time
 
 
-def moment(since: str | dt.datetime | dt.timedelta | float) -> float:
+def moment(since: str | dt.date | dt.timedelta | float) -> float:
     """Seconds since 1970 of what a person calls a time; a time without a zone is this machine's.
 
     Raises:
@@ -246,14 +248,23 @@ def moment(since: str | dt.datetime | dt.timedelta | float) -> float:
     try:
         if isinstance(since, dt.datetime):
             return since.timestamp()
+        if isinstance(since, dt.date):
+            return dt.datetime(since.year, since.month, since.day).astimezone().timestamp()
         if isinstance(since, dt.timedelta):
             return time.time() - since.total_seconds()
         if isinstance(since, str):
             return _moment_in_words(since.strip().lower())
-        return float(since)
+        return _seconds(since)
     except (ValueError, TypeError, OverflowError, OSError):
         msg = f"{since!r} is no time; write {SINCE_FORMS}"
         raise ArgumentError(msg) from None
+
+
+def _seconds(since: float) -> float:
+    value = float(since)
+    if isinstance(since, bool) or not math.isfinite(value):
+        raise ValueError
+    return value
 
 
 def _moment_in_words(text: str) -> float:

@@ -8,13 +8,12 @@ import io
 import json
 from html import escape
 from itertools import compress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from omni_notebook import units
-from omni_notebook.engine.ledger_file import refuse_ledger
+from omni_notebook.engine import ledger_file
 from omni_notebook.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -149,8 +148,8 @@ def write(history: History, path: str | os.PathLike[str], lines: Callable[[Histo
     Raises:
         ArgumentError: it can not be written, or is the ledger.
     """
-    place = Path(path).expanduser()
-    refuse_ledger(place, history.path)
+    place = ledger_file.expanded(path)
+    ledger_file.refuse_ledger(place, history.path)
     try:
         with place.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             file.writelines(lines(history))

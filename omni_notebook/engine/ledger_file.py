@@ -98,10 +98,15 @@ def ledger_path() -> Path | None:
     if given.lower() == OFF:
         return None
     if given:
-        return Path(os.path.expanduser(given)).absolute()  # noqa: PTH111  (Path's raises where there is no such user)
+        return expanded(given).absolute()
     import platformdirs  # noqa: PLC0415  (loaded when used)
 
     return platformdirs.user_data_path("omni-notebook") / "ledger.db"
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path whose `~` is a person's folder; as it stands where there is no such person."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  (Path's raises there)
 
 
 # ------------------------------------------------------------------------------------------ opening

@@ -61,7 +61,7 @@ def _exits_unseen(shell: InteractiveShell) -> Iterator[None]:
 
     def unless_it_exits(*args: Any, **known: Any) -> None:
         if not isinstance(sys.exc_info()[1], SystemExit):
-            show(*args, **known)  # type: ignore[no-untyped-call]
+            show(*args, **known)
 
     vars(shell)["showtraceback"] = unless_it_exits
     try:

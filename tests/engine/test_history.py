@@ -374,6 +374,27 @@ def test_facts_of_what_is_not_there_or_can_not_be_used(path: Path, monkeypatch: 
     assert facts().path is None
 
 
+@pytest.mark.parametrize("since", [float("nan"), float("inf"), float("-inf"), True, b"2h", []])
+def test_what_is_no_time_is_refused_and_never_matches_nothing_in_silence(filled: Path, since: Any) -> None:
+    with pytest.raises(ArgumentError, match="is no time; write "):
+        history(since=since)
+
+
+@pytest.mark.parametrize("name", ["stage", "rank", "session", "limit"])
+def test_a_truth_value_is_no_number(filled: Path, name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{name}=True is not a whole number"):
+        history(**{name: True})
+
+
+def test_a_date_object_is_its_midnight_here(filled: Path) -> None:
+    assert moment(dt.date(2026, 11, 29)) == moment("2026-11-29")
+
+
+def test_a_home_of_nobody_is_one_clear_line(filled: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"~no-such-user/x.csv can not be written"):
+        history().to_csv("~no-such-user/x.csv")
+
+
 # --------------------------------------------------------------------------------------------- speed
 
 MANY = 100_000

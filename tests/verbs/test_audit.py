@@ -490,6 +490,11 @@ def test_a_file_that_can_not_be_written_costs_neither_the_others_nor_the_reasons
     assert json.loads(good.read_text(encoding="utf-8"))["verdict"] in {"PASS", "WARN"}
 
 
+def test_a_home_of_nobody_is_refused_before_anything_happens(session):
+    with pytest.raises(ArgumentError, match="is in a folder that does not exist; nothing was changed"):
+        execute(session, "audit --html ~no-such-user/x.html")
+
+
 @pytest.mark.parametrize("end", ["", "-wal", "-shm"])
 def test_a_report_never_overwrites_the_ledger(session, engine, end):
     target = f"{os.environ['OMNI_NOTEBOOK_LEDGER']}{end}"

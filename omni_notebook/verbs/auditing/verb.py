@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.engine.ledger_file import ledger_path, refuse_ledger
+from omni_notebook.engine.ledger_file import expanded, ledger_path, refuse_ledger
 from omni_notebook.errors import ArgumentError, OmniError
 from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.calls import in_front
@@ -108,7 +108,7 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
     Raises:
         ArgumentError: a folder is not there, or a file is the ledger; nothing was changed.
     """
-    files = {kind: getattr(args, kind).expanduser() for kind in _FILES if getattr(args, kind) is not None}
+    files = {kind: expanded(getattr(args, kind)) for kind in _FILES if getattr(args, kind) is not None}
     for kind, path in files.items():
         refuse_ledger(path, ledger_path())
         if path.is_dir() or not path.parent.is_dir():

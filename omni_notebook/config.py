@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 
 from omni_notebook.errors import ConfigError, UnsupportedError
+from omni_notebook.paths import expanded
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "models" / "demo"
@@ -227,7 +228,7 @@ def load_pipeline(
 def _resolve(model: str) -> PipelineConfig:
     if model == DEMO:
         return _demo()
-    path = Path(model).expanduser()
+    path = expanded(model)
     if len(model) > MAX_PATH_CHARS or "\0" in model:
         msg = f"a model name of {len(model)} characters can not be one; nothing was started"
         raise ConfigError(msg)
@@ -341,7 +342,7 @@ def _complete_stage(stage: object, where: str, base: Path) -> None:
 def _stage_folder(model: str, base: Path) -> str:
     if model.startswith(f"{DEMO}/"):
         return str(DEMO_FOLDER / model.removeprefix(f"{DEMO}/"))
-    return str((base / Path(model).expanduser()).resolve())
+    return str((base / expanded(model)).resolve())
 
 
 def _name_unknown_keys(given: dict[Any, Any], kind: type[msgspec.Struct], where: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError
+from omni_notebook.paths import expanded
 from omni_notebook.protocol import MemoryState, PauseMode, is_unicode
 from omni_notebook.stages.tensor_source import TensorSource
 
@@ -139,7 +139,7 @@ def check_weights(source: Any) -> str | TensorSource:
         ArgumentError: it can be neither.
     """
     if isinstance(source, str | os.PathLike):
-        return str(Path(source).expanduser().resolve())
+        return str(expanded(source).resolve())
     kind = type(source).__name__
     if hasattr(source, "state_dict"):
         msg = f"load_weights takes the tensors of a model, not the {kind}: give {kind.lower()}.state_dict()"

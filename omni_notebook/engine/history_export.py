@@ -15,6 +15,7 @@ import msgspec
 from omni_notebook import units
 from omni_notebook.engine import ledger_file
 from omni_notebook.errors import ArgumentError, UnsupportedError
+from omni_notebook.paths import expanded
 
 if TYPE_CHECKING:
     import os
@@ -148,7 +149,7 @@ def write(history: History, path: str | os.PathLike[str], lines: Callable[[Histo
     Raises:
         ArgumentError: it can not be written, or is the ledger.
     """
-    place = ledger_file.expanded(path)
+    place = expanded(path)
     ledger_file.refuse_ledger(place, history.path)
     try:
         with place.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:

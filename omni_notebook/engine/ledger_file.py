@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import omni_notebook
 from omni_notebook.errors import ArgumentError, LedgerError
 from omni_notebook.memory import host
+from omni_notebook.paths import expanded
 from omni_notebook.protocol import MIB
 
 if TYPE_CHECKING:
@@ -102,11 +103,6 @@ def ledger_path() -> Path | None:
     import platformdirs  # noqa: PLC0415  (loaded when used)
 
     return platformdirs.user_data_path("omni-notebook") / "ledger.db"
-
-
-def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path whose `~` is a person's folder; as it stands where there is no such person."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111  (Path's raises there)
 
 
 # ------------------------------------------------------------------------------------------ opening

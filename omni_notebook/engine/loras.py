@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError, ConfigError, DeadlineError, LoRAError, StageBusyError
+from omni_notebook.paths import expanded
 from omni_notebook.protocol import LoRARequest
 from omni_notebook.stages import lora_orders
 
@@ -222,7 +222,7 @@ def lora_request_from(value: Any) -> LoRARequest:
         msg = f"{value!r} is no LoRARequest(lora_name, lora_int_id, lora_path); nothing changed"
         raise ArgumentError(msg) from None
     checked = LoRARequest(name, lora_id, path)
-    return LoRARequest(name, lora_id, str(Path(checked.lora_path).expanduser().resolve()))
+    return LoRARequest(name, lora_id, str(expanded(checked.lora_path).resolve()))
 
 
 def check_lora_id(lora_id: Any) -> int:

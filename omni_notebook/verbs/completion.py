@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni_notebook.paths import expanded
 from omni_notebook.verbs.parsing import FOLDER, LORA, STAGE, TAG, VERB
 from omni_notebook.verbs.registry import parser_for, verbs
 
@@ -71,7 +71,7 @@ def _folders(fragment: str) -> list[str]:
     """Folders that begin like this, for names without spaces."""
     parent, slash, _ = fragment.rpartition("/")
     with contextlib.suppress(OSError):
-        found = [path.name for path in Path(parent + slash or ".").expanduser().iterdir() if path.is_dir()]
+        found = [path.name for path in expanded(parent + slash or ".").iterdir() if path.is_dir()]
         return [f"{parent}{slash}{name}/" for name in sorted(found) if " " not in name]
     return []
 

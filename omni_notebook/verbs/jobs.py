@@ -240,14 +240,19 @@ class Jobs:
             self._count += 1
             job = Job(self._count, work, self._session)
             self._jobs.append(job)
-            over = [one for one in self._jobs if one.done]
-            for one in over[: max(0, len(over) - KEPT)]:
-                self._jobs.remove(one)
+            self._forget()
         return job
+
+    def _forget(self) -> None:
+        """Of those that have ended, all but the last `KEPT`."""
+        over = [one for one in self._jobs if one.done]
+        gone = set(over[: max(0, len(over) - KEPT)])
+        self._jobs = [one for one in self._jobs if one not in gone]
 
     def list(self) -> JobList:
         """Those that are known, oldest first."""
         with self._lock:
+            self._forget()
             return JobList(self._jobs)
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_notebook.errors import ArgumentError
+from omni_notebook.paths import expanded
 from omni_notebook.protocol import LoRARequest
 from omni_notebook.verbs.parsing import LORA, VerbParser, seconds, stages
 from omni_notebook.verbs.registry import verb
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from omni_notebook.protocol import EngineStatus, LoRAStatus
     from omni_notebook.verbs.session import Session
@@ -74,7 +75,7 @@ def _check_words(args: argparse.Namespace) -> None:
 
 
 def _add(session: Session, args: argparse.Namespace) -> None:
-    path = Path(args.what).expanduser().resolve()
+    path = expanded(args.what).resolve()
     known = adapters(session.engine.status())
     lora_id = args.lora_id if args.lora_id is not None else _next_id(known, path)
     request = LoRARequest(args.name or path.name or str(path), lora_id, str(path))

@@ -490,9 +490,22 @@ def test_a_file_that_can_not_be_written_costs_neither_the_others_nor_the_reasons
     assert json.loads(good.read_text(encoding="utf-8"))["verdict"] in {"PASS", "WARN"}
 
 
-def test_a_home_of_nobody_is_refused_before_anything_happens(session):
-    with pytest.raises(ArgumentError, match="is in a folder that does not exist; nothing was changed"):
-        execute(session, "audit --html ~no-such-user/x.html")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "audit --html ~no-such-user/x.html",
+        "start ~no-such-user/model",
+        "lora add ~no-such-user/adapter",
+        "weights 0 ~no-such-user/model",
+        "history --csv ~no-such-user/x.csv",
+    ],
+)
+def test_a_home_of_nobody_is_one_clear_line_and_nothing_is_changed(session, engine, line):
+    with pytest.raises(OmniError) as caught:
+        execute(session, line)
+    assert "\n" not in str(caught.value)
+    assert "no-such-user" in str(caught.value)
+    assert states(engine) == AWAKE
 
 
 @pytest.mark.parametrize("end", ["", "-wal", "-shm"])

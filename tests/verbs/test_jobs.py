@@ -164,6 +164,17 @@ def test_a_job_of_an_engine_that_was_stopped_ends_with_a_clear_error(line, monke
 # ------------------------------------------------------------------------------------------- history
 
 
+def test_of_many_that_ended_since_no_more_than_the_bound_are_kept(session, engine, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", 3)
+    works: list[concurrent.futures.Future[int]] = [concurrent.futures.Future() for _ in range(10)]
+    for number, work in enumerate(works):
+        session.jobs.start(Work(f"job {number}", work))
+    assert len(execute(session, "jobs")) == 10
+    for number, work in enumerate(works):
+        work.set_result(number)
+    assert [job.line for job in execute(session, "jobs")] == ["job 7", "job 8", "job 9"]
+
+
 def test_jobs_are_listed_and_those_that_run_are_never_forgotten(session, engine, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 3)
     assert repr(execute(session, "jobs")) == "no jobs; %omni generate --bg starts one"

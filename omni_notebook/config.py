@@ -23,6 +23,7 @@ DEMO_FOLDER = Path(__file__).parent / "models" / "demo"
 DIT_MODEL_TYPE = "omni_dit"
 LLAMA_MODEL_TYPES = frozenset({"llama"})
 GRAMMAR_FILE = "plan_grammar.json"
+_CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 UPSTREAM_ONLY = frozenset({"bytedance-seed/bagel-7b-mot"})
 
 StageKind = Literal["ar", "diffusion"]
@@ -265,7 +266,14 @@ def _resolve(model: str) -> PipelineConfig:
         return PipelineConfig(name=path.resolve().name, stages=(stage,))
     if path.is_file():
         return _from_yaml(path)
+    if _is_hub_name(model) and has_vllm() and model.lower() not in UPSTREAM_ONLY:
+        return PipelineConfig(name=model, stages=(StageConfig(kind="ar", model=model),))
     raise _unknown_model(model)
+
+
+def _is_hub_name(model: str) -> bool:
+    """Whether it looks like a name on the Hugging Face hub, and not like a path with a wrong end."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).parent.exists()
 
 
 def _demo() -> PipelineConfig:
@@ -284,10 +292,11 @@ def _unknown_model(model: str) -> ConfigError | UnsupportedError:
             f"{model} runs only on vllm_omni's own engine, which this release does not drive yet; "
             "use model='demo', a Llama-family folder, or a DiT folder of ours. Nothing was started"
         )
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
+    if _is_hub_name(model):
         return UnsupportedError(
-            f"{model} looks like a Hugging Face name; this release does not download: fetch it first "
-            f"(huggingface-cli download {model} --local-dir DIR) and give the folder. Nothing was started"
+            f"{model} looks like a Hugging Face name, which only vLLM takes, and vLLM is not installed: install "
+            f"'omni-notebook[vllm]', or fetch a Llama-family model (hf download {model} --local-dir DIR) and give the "
+            "folder. Nothing was started"
         )
     return ConfigError(
         f"unknown model {model!r}: give 'demo', a pipeline file (.yaml), or a folder with a config.json. "
@@ -307,11 +316,20 @@ def stage_from_folder(folder: Path) -> StageConfig:
         return StageConfig(kind="ar", model=str(folder))
     if model_type == DIT_MODEL_TYPE:
         return StageConfig(kind="diffusion", model=str(folder))
+    if _is_causal_lm(folder) and has_vllm():
+        return StageConfig(kind="ar", model=str(folder))
     msg = (
         f"{folder}: model_type {model_type!r} is not one that this release runs "
-        f"({', '.join(sorted(LLAMA_MODEL_TYPES))}, {DIT_MODEL_TYPE}). Nothing was started"
+        f"({', '.join(sorted(LLAMA_MODEL_TYPES))}, {DIT_MODEL_TYPE}; other causal language models with vLLM, "
+        f"which is {'' if has_vllm() else 'not '}installed). Nothing was started"
     )
     raise UnsupportedError(msg)
+
+
+def _is_causal_lm(folder: Path) -> bool:
+    """Whether a model folder says that it continues text."""
+    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(_CAUSAL_LM) for name in names)
 
 
 def _model_type(folder: Path) -> str:

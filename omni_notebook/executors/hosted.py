@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_notebook.errors import ArgumentError, WorkerDiedError
+from omni_notebook.errors import ArgumentError, ConfigError, WorkerDiedError
 from omni_notebook.executors.base import RankAnswer, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting, unseen
 from omni_notebook.executors.mp.messages import Order, Start, payload
@@ -16,7 +17,7 @@ from omni_notebook.executors.mp.wire import pack
 from omni_notebook.protocol import RankId
 from omni_notebook.worker.faults import rebuild
 from omni_notebook.worker.methods import signature
-from omni_notebook.worker.vllm.wire import RankReply, packed
+from omni_notebook.worker.vllm.wire import LAST_WORDS, RankReply, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 HOST = "omni_notebook.worker.vllm.host:VllmHost"
 """The class that the host process makes, as "module:Class"."""
+_RAISED = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*$")
+_POINTS_ELSEWHERE = re.compile(r"[Ss]ee (?:root cause|stack trace)|initialization failed")
 GRACE_S = 2.0
 """The host says itself which ranks were silent; it is given this long to say so."""
 
@@ -53,15 +56,9 @@ class HostedExecutor:
         self._link.send(pack(Start(host, payload(first), ())))
 
     def _died(self, where: RankId, error: WorkerDiedError) -> None:
-        """The host is gone: name the rank that went first, where one did."""
-        dead = [status.rank for status in self._before_death if not status.alive]
-        where = next((one for one in self.ranks if one.rank in dead), where)
+        """The host is gone: say why, where it could still tell."""
         if self._on_death is not None:
-            self._on_death(where, error)
-
-    @property
-    def _before_death(self) -> tuple[RankStatus, ...]:
-        return self._link.statuses
+            self._on_death(where, _with_last_words(error, where))
 
     # ------------------------------------------------------------------------------------ calls
 
@@ -78,7 +75,7 @@ class HostedExecutor:
         began_s = self._loop.time()
         try:
             if method == "load":
-                await self.ask_host("start")
+                await self._start()
             arguments = packed(args)
             patience_s = None if timeout_s is None else timeout_s + GRACE_S
             replies = await self.ask_host("order", method, arguments, timeout_s, timeout_s=patience_s)
@@ -89,6 +86,12 @@ class HostedExecutor:
             silent(where, method, waited_s) if reply is None else _answer(where, method, reply)
             for where, reply in zip(self.ranks, replies, strict=True)
         ]
+
+    async def _start(self) -> None:
+        try:
+            await self.ask_host("start")
+        except RuntimeError as error:  # vLLM's own, which tells to look at what it has printed
+            raise ConfigError(_root_cause(error, self._link.log_tail(), self.ranks[0])) from error
 
     async def ask_host(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the host itself; its answer in plain types.
@@ -163,6 +166,28 @@ class HostedExecutor:
             self._loop.call_soon_threadsafe(act)
         except RuntimeError:  # the loop has ended, and nobody can hear the host any more
             self._link.kill()
+
+
+def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
+    """The error with what the host said before it ended in the place of a status that tells nobody anything."""
+    said = next((line for line in reversed(error.log_lines) if line.startswith(LAST_WORDS)), None)
+    if said is None:
+        return error
+    message = f"stage {where.stage_id}: {said.removeprefix(LAST_WORDS)}; other stages go on, call restart({where.stage_id})"
+    rank = re.match(r"rank (\d+)", said.removeprefix(LAST_WORDS))
+    return WorkerDiedError(
+        message,
+        stage_id=where.stage_id,
+        rank=where.rank if rank is None else int(rank[1]),
+        log_lines=error.log_lines,
+    )
+
+
+def _root_cause(error: RuntimeError, log_lines: list[str], where: RankId) -> str:
+    """vLLM's error with the one that it had printed before: that of the process in which it happened."""
+    found = [match for line in log_lines if (match := _RAISED.search(line)) and not _POINTS_ELSEWHERE.search(line)]
+    cause = found[-1][0].rstrip(".") if found else " ".join(str(error).split())
+    return f"stage {where.stage_id}: vLLM could not start: {cause}. Nothing is left of it"
 
 
 def _answer(where: RankId, method: str, data: bytes) -> RankAnswer:

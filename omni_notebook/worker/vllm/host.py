@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import multiprocessing
 import os
-import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -24,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from omni_notebook.worker.faults import describe
-from omni_notebook.worker.vllm import engine
+from omni_notebook.worker.vllm import engine, leftovers
 from omni_notebook.worker.vllm.wire import (
+    LAST_WORDS,
     Attach,
     FromRank,
     RankReply,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import LoRARequest, RankStatus
+    from omni_notebook.protocol import RankStatus
     from omni_notebook.worker.reports import WorkerSpec
 
 _SOCKET = "ranks"
@@ -56,6 +56,7 @@ class VllmHost:
         self._spec = spec
         self._size = spec.config.tensor_parallel_size
         self._folder = Path(tempfile.mkdtemp(prefix="omni-vllm-"))
+        self._names: set[str] = set()
         self._llm: Any = None
         self._number = 0
         self._asked: dict[int, _Asked] = {}
@@ -92,10 +93,17 @@ class VllmHost:
     async def _start(self) -> None:
         self._listen()
         self._llm = await engine.make(self._spec, self._folder)
+        self._names = leftovers.shared_memory(os.getpgrp())
         attach = Attach(
-            spec=self._spec, host_pid=os.getpid(), address=str(self._folder / _SOCKET), source=self._source()
+            spec=self._spec,
+            host_pid=os.getpid(),
+            address=str(self._folder / _SOCKET),
+            source=self._source(),
+            shared_memory=tuple(self._names),
         )
         await self._llm.collective_rpc("omni_attach", args=(packed(attach),))
+        for process in multiprocessing.active_children():
+            self._watch(process.pid or 0, "vLLM's engine core")
 
     def _source(self) -> str | None:
         """The checkpoint folder that the weights come from; None where vLLM made them up."""
@@ -120,18 +128,22 @@ class VllmHost:
 
     def _know(self, status: RankStatus) -> None:
         if status.rank not in self._statuses:
-            watch = functools.partial(self._rank_ended, status.rank)
-            self._loop.add_reader(os.pidfd_open(status.pid or 0), watch)
+            self._watch(status.pid or 0, f"rank {status.rank}")
         self._statuses[status.rank] = status
         self._report()
 
-    def _rank_ended(self, rank: int) -> None:
-        """A rank's process is gone; vLLM can not go on without it, nor can this process."""
-        status = self._statuses[rank]
-        self._statuses[rank] = msgspec.structs.replace(status, alive=False)
-        self._report()
-        sys.stderr.write(f"rank {rank} (pid {status.pid}) ended; vLLM can not go on without it\n")
-        self._leave(DIED)
+    def _watch(self, pid: int, what: str) -> None:
+        """End with a process that vLLM can not go on without."""
+        try:
+            self._loop.add_reader(os.pidfd_open(pid), self._ended_with, pid, what)
+        except ProcessLookupError:
+            self._ended_with(pid, what)
+
+    def _ended_with(self, pid: int, what: str) -> None:
+        sys.stderr.write(f"{LAST_WORDS}{what} (pid {pid}) ended, and vLLM can not go on without it\n")
+        self._clean()
+        sys.stderr.flush()
+        os._exit(DIED)
 
     # ------------------------------------------------------------------------- orders to ranks
 
@@ -257,24 +269,13 @@ class VllmHost:
 
     # ------------------------------------------------------------------------------------- end
 
-    def tell_ranks(self, task_id: str) -> None:
-        """Nothing overtakes an order in a vLLM worker: its one thread carries them out."""
-
-    def cancel(self, task_id: str) -> None:
-        """See `tell_ranks`; an order that has not begun to commit is called off by the roll-back."""
-
     def shutdown(self) -> None:
         """End vLLM's processes and give back what they leave behind."""
         self._clean()
 
     def _clean(self) -> None:
-        engine.end_descendants(os.getpid())
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _leave(self, status: int) -> None:
-        self._clean()
-        sys.stderr.flush()
-        os._exit(status)
+        leftovers.clean(os.getpgrp(), self._names, self._folder)
+        leftovers.stop_tracker()
 
 
 class _Asked:
@@ -295,6 +296,3 @@ class _Asked:
         error = None if calling.cancelled() else calling.exception()
         if error is not None and not self.complete.done():
             self.complete.set_exception(error)
-
-
-__all__ = ["LoRARequest", "VllmHost", "signal"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import threading
 from pathlib import Path
@@ -19,7 +18,7 @@ import msgspec
 import torch
 
 from omni_notebook.errors import UnsupportedError
-from omni_notebook.memory.base import KV_CACHE, WEIGHTS
+from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.memory.host import rss_bytes
 from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
@@ -29,12 +28,15 @@ from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport
+from omni_notebook.worker.vllm import leftovers
 from omni_notebook.worker.vllm.memory import adopt_kv_cache, make_pool
 from omni_notebook.worker.vllm.runner import VllmRunner
 from omni_notebook.worker.vllm.wire import Attach, RankReply, RankSample, packed
 from omni_notebook.worker.weights import Weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
     from omni_notebook.worker.reports import WakeOutlook
 
@@ -64,7 +66,7 @@ class VllmRank:
         )
         self._source = None if attach.source is None else Path(attach.source)
         self._version = spec.version
-        self._guard = _Guard(attach.host_pid, self.sample)
+        self._guard = _Guard(attach, self.sample)
 
     def answer(self, number: int, method: str, arguments: bytes) -> None:
         """Carry out one order; the answer goes to the host."""
@@ -249,9 +251,11 @@ class _Link:
 class _Guard:
     """A thread that calls `tick` now and then, and ends the process group once the host is gone."""
 
-    def __init__(self, host_pid: int, tick: Any) -> None:
-        self._host = os.pidfd_open(host_pid)
-        self._ours = os.getpgrp() == host_pid
+    def __init__(self, attach: Attach, tick: Callable[[], None]) -> None:
+        self._folder = Path(attach.address).parent
+        self._names = set(attach.shared_memory)
+        self._host = os.pidfd_open(attach.host_pid)
+        self._ours = os.getpgrp() == attach.host_pid
         self._tick = tick
         threading.Thread(target=self._main, name="omni-guard", daemon=True).start()
 
@@ -262,8 +266,5 @@ class _Guard:
             with contextlib.suppress(Exception):  # a measurement that fails must not end the watch
                 self._tick()
         if self._ours:
-            os.killpg(os.getpgrp(), signal.SIGKILL)
+            leftovers.clean(os.getpgrp(), self._names, self._folder)
         os._exit(1)
-
-
-__all__ = ["KV_CACHE", "VllmRank"]

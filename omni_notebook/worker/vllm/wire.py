@@ -11,6 +11,10 @@ from omni_notebook.worker.faults import Fault
 from omni_notebook.worker.reports import WorkerSpec
 
 
+LAST_WORDS = "omni: "
+"""What the line begins with in which a host says why it ends."""
+
+
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the host takes it: `prompt` is text or token ids; `generated` were made before a restart."""
 
@@ -39,12 +43,16 @@ class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True):
-    """The first order to a rank: what it belongs to, whom it watches, where its answers go (a datagram socket)."""
+    """The first order to a rank: what it belongs to, whom it watches, where its answers go (a datagram socket).
+
+    `source`: the checkpoint folder that vLLM has loaded. `shared_memory`: what has a name and is vLLM's.
+    """
 
     spec: WorkerSpec
     host_pid: int
     address: str
     source: str | None
+    shared_memory: tuple[str, ...]
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):

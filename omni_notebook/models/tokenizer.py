@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-
 class TextTokenizer:
     """The tokenizer of a Hugging Face model folder.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.config import GRAMMAR_FILE
 from omni_notebook.errors import ArgumentError
-from omni_notebook.models.tokenizer import GRAMMAR_FILE, TextTokenizer
+from omni_notebook.models.loaders import checkpoint_shapes
+from omni_notebook.models.tokenizer import TextTokenizer
 from omni_notebook.stages.vllm_scheduler import TextPrompt, VllmScheduler
 
 if TYPE_CHECKING:
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
     from omni_notebook.transport.connector import Connector
 
 
+_ADAPTED = ("_proj.weight",)
+"""Which layers vLLM adapts in every causal language model: projections of attention and of the feed-forward part."""
+
+
 class ArVllmModel:
     """Text (or token ids) in, text out; vLLM has the tokenizer, but for a folder of ours, whose rules it lacks."""
 
@@ -25,12 +32,20 @@ class ArVllmModel:
     def __init__(self, config: StageConfig) -> None:
         folder = Path(config.model)
         ours = (folder / GRAMMAR_FILE).is_file()
+        self._folder = folder if config.engine_args.get("enable_lora") else None
         self._tokenizer = TextTokenizer.load(folder) if ours else None
 
-    @property
+    @functools.cached_property
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        """See `StageModel.adaptable`."""
-        return {}
+        """See `StageModel.adaptable`; none where vLLM was not started with `enable_lora`."""
+        if self._folder is None:
+            return {}
+        found = {name: shape for name, (_, shape) in checkpoint_shapes(self._folder).items()}
+        return {
+            name.removesuffix(".weight"): (shape[0], shape[1])
+            for name, shape in found.items()
+            if len(shape) == 2 and name.endswith(_ADAPTED)
+        }
 
     def make_scheduler(self, connector: Connector | None, loras: StageLoras) -> VllmScheduler:  # noqa: ARG002
         """The books about what vLLM was given."""

@@ -1,4 +1,4 @@
-"""A replica whose engine is vLLM: requests go to it while the replica is open; closed, vLLM's scheduler stands still."""
+"""A replica whose engine is vLLM: it gets requests while the replica is open; closed, its scheduler stands still."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class VllmReplica:
         self._tasks = {loop.create_task(self._follow(self._feed), name="omni-vllm-feed")}
 
     def loaded(self) -> None:
-        """vLLM runs: take requests, and hear what becomes of them."""
+        """VLLM runs: take requests, and hear what becomes of them."""
         listening = asyncio.get_running_loop().create_task(self._follow(self._listen), name="omni-vllm-listen")
         self._tasks.add(listening)
         self._frozen = False

@@ -108,7 +108,7 @@ class VllmScheduler:
                 request.end(RequestState.FAILED, error)
 
     def requeue(self) -> None:
-        """vLLM is gone with all that it had: running requests wait again, and go on after what they have."""
+        """VLLM is gone with all that it had: running requests wait again, and go on after what they have."""
         for request in sorted(self._running.values(), key=lambda one: one.arrived_s, reverse=True):
             self._waiting.appendleft(request)
         self._running.clear()

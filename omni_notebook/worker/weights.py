@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_notebook.memory.base import MemoryPool
-    from omni_notebook.worker.runner import Runner
+    from omni_notebook.worker.runner import Loading
     from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 DIGEST_CHARS = 10
@@ -47,7 +47,7 @@ class Weights:
     `take` again and again, `finish`).
     """
 
-    def __init__(self, runner: Runner, pool: MemoryPool) -> None:
+    def __init__(self, runner: Loading, pool: MemoryPool) -> None:
         self._runner = runner
         self._pool = pool
         self._known = _Known(None, "", "", ())

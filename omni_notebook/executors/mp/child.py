@@ -23,7 +23,6 @@ import msgspec
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.executors.base import method_of
-from omni_notebook.worker.faults import describe
 from omni_notebook.executors.mp.logs import trim
 from omni_notebook.executors.mp.messages import (
     Ask,
@@ -39,6 +38,7 @@ from omni_notebook.executors.mp.messages import (
     payload,
 )
 from omni_notebook.executors.mp.wire import Receiver, pack
+from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.reports import WorkerSpec
 

@@ -10,11 +10,11 @@ import msgspec
 
 from omni_notebook.errors import EngineClosedError, OmniError, WorkerDiedError
 from omni_notebook.executors.mp import logs
-from omni_notebook.worker.faults import rebuild
 from omni_notebook.executors.mp.messages import Failure, Reply, Sample, Stop, ToParent
 from omni_notebook.executors.mp.process import RankProcess
 from omni_notebook.executors.mp.wire import Receiver, pack
 from omni_notebook.protocol import RankStatus, TagMemory
+from omni_notebook.worker.faults import rebuild
 
 if TYPE_CHECKING:
     import asyncio

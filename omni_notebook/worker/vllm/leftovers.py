@@ -8,6 +8,7 @@ import shutil
 import signal
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 _SHARED_MEMORY = "/dev/shm/"  # noqa: S108  (where POSIX shared memory is, by name)
 
@@ -38,7 +39,7 @@ def clean(group: int, names: set[str], folder: Path) -> None:
 
 def stop_tracker() -> None:
     """Let this process's resource tracker remove what is registered there, and wait until it has."""
-    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]  # noqa: SLF001  (no public way)
+    tracker: Any = resource_tracker._resource_tracker  # noqa: SLF001  (no public way)
     with contextlib.suppress(ChildProcessError):
         tracker._stop()  # noqa: SLF001
 
@@ -46,10 +47,10 @@ def stop_tracker() -> None:
 def _members(group: int) -> list[int]:
     """The processes of a group; vLLM starts no other groups."""
     found = []
-    for entry in os.listdir("/proc"):
+    for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.isdigit() and os.getpgid(int(entry)) == group:
-                found.append(int(entry))
+            if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
+                found.append(int(entry.name))
     return found
 
 

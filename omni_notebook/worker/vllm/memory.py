@@ -67,16 +67,13 @@ def _move(address: int, n_bytes: int, pool: MemoryPool) -> None:
     with torch.inference_mode():
         for tensor in [one for one in _alive() if one.untyped_storage().data_ptr() == address]:
             offset = start // tensor.itemsize + tensor.storage_offset()
-            tensor.set_(new.untyped_storage(), offset, tensor.size(), tensor.stride())  # type: ignore[call-overload]
+            tensor.set_(new.untyped_storage(), offset, tensor.size(), tensor.stride())
 
 
 def _alive() -> list[torch.Tensor]:
     """Every tensor with memory that Python knows."""
-    found = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and _has_storage(thing):
-            found.append(thing)
-    return found
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.device.type == "cpu" and _has_storage(tensor)]
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

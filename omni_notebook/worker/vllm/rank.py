@@ -20,6 +20,7 @@ import torch
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.memory.host import rss_bytes
+from omni_notebook.models.lora import read_adapter
 from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
@@ -27,7 +28,7 @@ from omni_notebook.worker.control import Control
 from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.rank import Rank
-from omni_notebook.worker.reports import LoadReport
+from omni_notebook.worker.reports import LoadReport, LoRAReport
 from omni_notebook.worker.vllm import leftovers
 from omni_notebook.worker.vllm.memory import adopt_kv_cache, make_pool
 from omni_notebook.worker.vllm.runner import VllmRunner
@@ -37,8 +38,9 @@ from omni_notebook.worker.weights import Weights
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
+    from omni_notebook.protocol import LoRARequest, OmniACK, SleepTask, WakeTask
     from omni_notebook.worker.reports import WakeOutlook
+    from omni_notebook.worker.tensors import TensorHeader
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
@@ -120,8 +122,11 @@ class VllmRank:
             device=self._pool.device,
             device_name=self._pool.device_name,
             weight_version=self._weights.version,
-            tags={tag: info.span_bytes for tag, info in self._pool.tags().items()},
+            tags=self._spans(),
         )
+
+    def _spans(self) -> dict[str, int]:
+        return {tag: info.span_bytes for tag, info in self._pool.tags().items()}
 
     def _backed_up(self) -> None:
         self._pool.set_checkpoint_restorer(None if self._weights.source is None else self._restore_tag)
@@ -152,6 +157,14 @@ class VllmRank:
         self._backed_up()
         return self._weights.version
 
+    def prepare_tensors(self, headers: tuple[TensorHeader, ...] | None) -> None:
+        """Refuse weights that come as tensors.
+
+        Raises:
+            UnsupportedError: vLLM's loaders take checkpoints; says what to do.
+        """
+        self._weights.prepare_tensors(headers)
+
     def revoke_weights(self) -> None:
         """See `Worker.revoke_weights`."""
         self._weights.revoke()
@@ -163,6 +176,34 @@ class VllmRank:
     def weights_valid(self) -> bool:
         """See `Worker.weights_valid`."""
         return self._weights.valid and not self._weights.replaced
+
+    def prepare_lora(self, request: LoRARequest) -> LoRAReport:
+        """Read an adapter's folder; vLLM takes it at the commit.
+
+        Raises:
+            ConfigError: it is missing or broken.
+        """
+        adapter = read_adapter(request.lora_path)
+        return LoRAReport(digest=adapter.digest, rank=adapter.rank)
+
+    def commit_lora(self, lora_int_id: int) -> dict[str, int]:  # noqa: ARG002  (the host has told vLLM)
+        """What the rank's tags span now: vLLM made room for its adapters when it loaded the model."""
+        return self._spans()
+
+    def abort_lora(self, lora_int_id: int) -> None:
+        """Nothing was taken."""
+
+    def remove_lora(self, lora_int_id: int) -> dict[str, int]:  # noqa: ARG002  (the host has told vLLM)
+        """What the rank's tags span now."""
+        return self._spans()
+
+    def pin_lora(self, lora_int_id: int) -> None:
+        """The host has told vLLM."""
+
+    def unpin_lora(self, lora_int_id: int) -> None:
+        """VLLM can not."""
+        msg = f"vLLM can not unpin adapter {lora_int_id}; remove it and add it again"
+        raise UnsupportedError(msg)
 
     def prepare_sleep(self, task: SleepTask) -> None:
         """See `SleepOrders.prepare_sleep`."""
@@ -207,22 +248,29 @@ class VllmRank:
 
 ORDERS = frozenset(
     {
+        "abort_lora",
         "abort_sleep",
         "abort_wake",
         "barrier",
+        "commit_lora",
         "commit_sleep",
         "commit_wake",
         "drop_backup",
         "load",
         "load_weights",
         "noop",
+        "pin_lora",
         "ping",
+        "prepare_lora",
+        "prepare_tensors",
         "prepare_sleep",
         "prepare_wake",
         "prepare_weights",
+        "remove_lora",
         "revoke_weights",
         "set_weight_version",
         "undo",
+        "unpin_lora",
         "weights_valid",
     }
 )

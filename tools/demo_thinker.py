@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from demo_training import Schedule, fit, save_weights
+from omni_notebook.config import GRAMMAR_FILE
 from omni_notebook.models.decoder import Decoder, DecoderConfig
 from omni_notebook.models.loaders import load_into, read_config
 from omni_notebook.models.scene import (
@@ -23,7 +24,7 @@ from omni_notebook.models.scene import (
     SEPARATOR,
     format_plan,
 )
-from omni_notebook.models.tokenizer import GRAMMAR_FILE, PlanGrammar, TextTokenizer
+from omni_notebook.models.tokenizer import PlanGrammar, TextTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,6 +17,10 @@ def make_executor(config: StageConfig) -> ExecutorFactory:
     Raises:
         UnsupportedError: `executor="ray"`.
     """
+    if config.runtime_name == "vllm":
+        from omni_notebook.executors.hosted import HostedExecutor  # noqa: PLC0415  (loads only what is used)
+
+        return HostedExecutor
     if config.executor_name == "uni":
         from omni_notebook.executors.uni import UniExecutor  # noqa: PLC0415  (loads only what is used)
 

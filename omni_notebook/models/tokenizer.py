@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tokenizers import Tokenizer
 
+from omni_notebook.config import GRAMMAR_FILE
 from omni_notebook.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-GRAMMAR_FILE = "plan_grammar.json"
 
 
 class TextTokenizer:

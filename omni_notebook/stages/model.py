@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from omni_notebook.stages.lora import StageLoras
     from omni_notebook.stages.requests import StageOutput
     from omni_notebook.stages.scheduler import Scheduler
+    from omni_notebook.stages.vllm_scheduler import VllmScheduler
     from omni_notebook.transport.connector import Connector
 
 
@@ -23,7 +24,7 @@ class StageModel(Protocol):
         """The shapes (out, in) of the weights that a LoRA adapter can change, by the names of their layers."""
         ...
 
-    def make_scheduler(self, connector: Connector | None, loras: StageLoras) -> Scheduler:
+    def make_scheduler(self, connector: Connector | None, loras: StageLoras) -> Scheduler | VllmScheduler:
         """A scheduler for one replica; `connector` leads to the next stage, if there is one."""
         ...
 
@@ -54,6 +55,10 @@ def make_model(config: StageConfig) -> StageModel:
     Raises:
         ConfigError: the model folder does not fit.
     """
+    if config.runtime_name == "vllm":
+        from omni_notebook.stages.ar_vllm import ArVllmModel  # noqa: PLC0415  (loads only what is used)
+
+        return ArVllmModel(config)
     if config.kind == "ar":
         from omni_notebook.stages.ar_torch import ArTorchModel  # noqa: PLC0415  (loads only what is used)
 

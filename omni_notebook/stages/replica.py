@@ -111,6 +111,13 @@ class Replica:
         self.scheduler.end_all(error)
         self._stop_what_nobody_waits_for()
 
+    def requeue(self) -> None:
+        """Device state is gone: what was begun will begin again."""
+        self.scheduler.requeue()
+
+    def loaded(self) -> None:
+        """The ranks have loaded; nothing to do, batches start while no reason keeps them."""
+
     async def _run(self) -> None:
         while True:
             await self._work.wait()

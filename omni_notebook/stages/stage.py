@@ -11,6 +11,7 @@ from omni_notebook.protocol import MemoryState, PauseState, RankId, RequestState
 from omni_notebook.stages.lora import LORA_REASON, StageLoras, gone
 from omni_notebook.stages.model import make_model
 from omni_notebook.stages.replica import Replica
+from omni_notebook.stages.vllm_replica import VllmReplica
 from omni_notebook.stages.waiting import CancelToken, Deadline, Signal
 from omni_notebook.worker.reports import WorkerSpec
 
@@ -45,7 +46,7 @@ class Stage:
         self.connector: Connector | None = None
         self.in_transit: Callable[[], int] = lambda: 0
         self.made_room: Callable[[], None] = lambda: None
-        self.replicas: list[Replica] = []
+        self.replicas: list[Replica | VllmReplica] = []
         self.state = MemoryState.WAKING
         self.level: int | None = None
         self.tags: dict[str, int] = {}
@@ -91,9 +92,9 @@ class Stage:
         version = await self.name_weights([report.weight_version for report in reports])
         self._loaded(reports[0], version)
 
-    async def _meet(self, replica: Replica) -> None:
+    async def _meet(self, replica: Replica | VllmReplica) -> None:
         """Ranks that hold a model together find one another; control orders never need that."""
-        if self.config.tensor_parallel_size == 1:
+        if self.config.tensor_parallel_size == 1 or self.config.runtime_name == "vllm":  # vLLM's ranks have met
             return
         opened = await replica.executor.call("open_rendezvous")
         raise_first(opened)
@@ -109,7 +110,7 @@ class Stage:
         raise_first(await self.call_all("set_weight_version", version))
         return version
 
-    def _make_replica(self, number: int) -> Replica:
+    def _make_replica(self, number: int) -> Replica | VllmReplica:
         specs = tuple(
             WorkerSpec(
                 where=RankId(self.stage_id, number, rank),
@@ -120,7 +121,8 @@ class Stage:
             )
             for rank in range(self.config.tensor_parallel_size)
         )
-        return Replica(
+        kind: Any = VllmReplica if self.config.runtime_name == "vllm" else Replica
+        made: Replica | VllmReplica = kind(
             executor=self._make_executor(specs, self._rank_died),
             scheduler=self.model.make_scheduler(self.connector, self.loras),
             changed=self.changed,
@@ -128,12 +130,15 @@ class Stage:
             on_failure=self.fail,
             on_start=self.made_room,
         )
+        return made
 
     def _rank_died(self, where: RankId, error: WorkerDiedError) -> None:  # noqa: ARG002  (the error names the rank)
         """A rank ended by itself: the stage has FAILED at this moment, whatever it was doing."""
         self.fail(error)
 
     def _loaded(self, report: LoadReport, version: str) -> None:
+        for replica in self.replicas:
+            replica.loaded()
         self.weight_version = version
         self.device_name = report.device_name
         self.tags = dict(report.tags)
@@ -293,7 +298,7 @@ class Stage:
     def requeue(self) -> None:
         """Device state is gone: what was begun will begin again."""
         for replica in self.replicas:
-            replica.scheduler.requeue()
+            replica.requeue()
 
     # ---------------------------------------------------------------------------------- calls
 
@@ -313,7 +318,7 @@ class Stage:
             stage_id=self.stage_id,
             name=self.config.title,
             kind=self.config.kind,
-            runtime="torch" if self.config.runtime == "auto" else self.config.runtime,
+            runtime=self.config.runtime_name,
             model=self.config.model,
             state=self.state,
             level=self.level,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.worker.ack import AckBuilder
     from omni_notebook.worker.ballast import Ballast
-    from omni_notebook.worker.runner import Runner
+    from omni_notebook.worker.runner import Synchronizing
     from omni_notebook.worker.weights import Weights
 
 
@@ -35,7 +35,7 @@ class Rank:
     """One rank's parts and books; `levels` holds every sleeping tag, `cancelled` the orders that should stop."""
 
     pool: MemoryPool
-    runner: Runner
+    runner: Synchronizing
     weights: Weights
     ballast: Ballast
     acks: AckBuilder

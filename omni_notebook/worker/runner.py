@@ -17,19 +17,8 @@ if TYPE_CHECKING:
     from omni_notebook.worker.lora import Loras
 
 
-class Runner(Protocol):
-    """One model on one rank; its memory is in the pool. `loras`: its adapters, set once it is built."""
-
-    loras: Loras
-
-    @property
-    def model(self) -> ParallelModel:
-        """The model."""
-        ...
-
-    def build(self, pool: MemoryPool, parallel: TensorParallel) -> None:
-        """Construct the model, or one rank's part of it, with all its memory in `pool`; weights are not valid yet."""
-        ...
+class Loading(Protocol):
+    """Where weights come from and go to."""
 
     def check_weights(self, folder: Path) -> None:
         """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
@@ -45,6 +34,29 @@ class Runner(Protocol):
 
     def places(self) -> Places:
         """Where tensors that come one by one go."""
+        ...
+
+
+class Synchronizing(Protocol):
+    """What control orders need of a runner."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all that was started."""
+        ...
+
+
+class Runner(Loading, Synchronizing, Protocol):
+    """One model on one rank; its memory is in the pool. `loras`: its adapters, set once it is built."""
+
+    loras: Loras
+
+    @property
+    def model(self) -> ParallelModel:
+        """The model."""
+        ...
+
+    def build(self, pool: MemoryPool, parallel: TensorParallel) -> None:
+        """Construct the model, or one rank's part of it, with all its memory in `pool`; weights are not valid yet."""
         ...
 
     def reset_buffers(self) -> None:
@@ -76,10 +88,6 @@ class Runner(Protocol):
 
     def cancel(self, task_id: str) -> None:
         """Stop the batch with this id at its next step, if it is running (any thread)."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished all that was started."""
         ...
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_notebook.memory.base import MemoryPool
-    from omni_notebook.worker.runner import Runner
+    from omni_notebook.worker.runner import Loading
     from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 DIGEST_CHARS = 10
@@ -47,7 +47,7 @@ class Weights:
     `take` again and again, `finish`).
     """
 
-    def __init__(self, runner: Runner, pool: MemoryPool) -> None:
+    def __init__(self, runner: Loading, pool: MemoryPool) -> None:
         self._runner = runner
         self._pool = pool
         self._known = _Known(None, "", "", ())
@@ -88,6 +88,16 @@ class Weights:
         self.valid = self._recorded = False
         self._runner.load_weights(folder)
         self._accept(folder.resolve(), version)
+
+    def adopt(self, source: Path | None, version: str | None) -> None:
+        """Take what is in memory for whole weights: somebody else has loaded them from `source` (None: from no path).
+
+        Raises:
+            ConfigError: `source` can not be read.
+        """
+        if source is not None:
+            self._runner.check_weights(source)
+        self._accept(None if source is None else source.resolve(), version)
 
     def _accept(self, source: Path | None, version: str | None) -> None:
         """What is in memory now is whole: name it, and remember what was known before, for `revoke`."""

@@ -14,8 +14,9 @@ import pytest
 from omni_notebook import errors
 from omni_notebook.executors import make_executor
 from omni_notebook.executors.mp.executor import MpExecutor
-from omni_notebook.executors.mp.faults import describe, rebuild
-from omni_notebook.executors.mp.messages import METHODS, Order, ToChild, payload, signature
+from omni_notebook.worker.faults import describe, rebuild
+from omni_notebook.executors.mp.messages import Order, ToChild, payload
+from omni_notebook.worker.methods import METHODS, signature
 from omni_notebook.executors.mp.placement import environment, places, split
 from omni_notebook.executors.mp.wire import INLINE_BYTES, Receiver, pack
 from omni_notebook.protocol import OmniACK, SleepTask, WakeTask

@@ -17,13 +17,12 @@ import sys
 import threading
 from concurrent.futures import Future
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.executors.base import method_of
-from omni_notebook.executors.mp.faults import describe
 from omni_notebook.executors.mp.logs import trim
 from omni_notebook.executors.mp.messages import (
     Ask,
@@ -37,9 +36,10 @@ from omni_notebook.executors.mp.messages import (
     Tell,
     ToChild,
     payload,
-    signature,
 )
 from omni_notebook.executors.mp.wire import Receiver, pack
+from omni_notebook.worker.faults import describe
+from omni_notebook.worker.methods import signature
 from omni_notebook.worker.reports import WorkerSpec
 
 if TYPE_CHECKING:
@@ -74,6 +74,15 @@ def die_with_parent(parent: int, connection: socket.socket) -> None:
     threading.Thread(target=watch, name="watchdog", daemon=True).start()
 
 
+@runtime_checkable
+class Reporting(Protocol):
+    """A worker whose memory changes by itself."""
+
+    def report_with(self, report: Callable[[], None]) -> None:
+        """Call `report`, from any thread, when `memory()` has news that can not wait for the next tick."""
+        ...
+
+
 class Orders:
     """The thread that makes the worker and carries orders out."""
 
@@ -100,6 +109,8 @@ class Orders:
         carry_out: Callable[[Order, Frame], Any] = self._run
         try:
             self.worker = _make_worker(start, frame)
+            if isinstance(self.worker, Reporting):
+                self.worker.report_with(self.sample)
         except BaseException as error:  # noqa: BLE001  (answered to every order)
             carry_out = _raising(error)
         del start, frame
@@ -145,7 +156,8 @@ class Orders:
             return
         with self._sampling:
             try:
-                packet = pack(Sample(self.worker.memory()))
+                memory = self.worker.memory()
+                packet = pack(Sample(memory if isinstance(memory, tuple) else (memory,)))
             except Exception:  # noqa: BLE001  (a measurement that fails must not end the rank)
                 _log.exception("memory could not be measured")
                 return

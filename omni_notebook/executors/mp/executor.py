@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from omni_notebook.errors import ArgumentError
 from omni_notebook.executors.base import RankAnswer, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting
-from omni_notebook.executors.mp.messages import ASKED, Ask, LogLevel, Order, Start, Tell, payload, signature
+from omni_notebook.executors.mp.messages import ASKED, Ask, LogLevel, Order, Start, Tell, payload
 from omni_notebook.executors.mp.placement import places
 from omni_notebook.executors.mp.wire import pack
+from omni_notebook.worker.methods import signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ import msgspec
 
 from omni_notebook.errors import EngineClosedError, OmniError, WorkerDiedError
 from omni_notebook.executors.mp import logs
-from omni_notebook.executors.mp.faults import rebuild
 from omni_notebook.executors.mp.messages import Failure, Reply, Sample, Stop, ToParent
 from omni_notebook.executors.mp.process import RankProcess
 from omni_notebook.executors.mp.wire import Receiver, pack
 from omni_notebook.protocol import RankStatus, TagMemory
+from omni_notebook.worker.faults import rebuild
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,14 +50,14 @@ class RankLink:
     def __init__(
         self,
         where: RankId,
-        place: Place,
+        place: Place | None,
         device: str,
         loop: asyncio.AbstractEventLoop,
         on_death: Callable[[RankId, WorkerDiedError], None],
     ) -> None:
         self.where = where
         self.error: OmniError | None = None
-        self.status = _unseen(where, device)
+        self.statuses: tuple[RankStatus, ...] = (unseen(where, device),)
         self._loop = loop
         self._on_death = on_death
         self._waiting: dict[int, Waiting] = {}
@@ -67,10 +67,15 @@ class RankLink:
         self._last_lines: list[str] = []
         self._process = RankProcess(place)
         self.pid = self._process.pid
-        self.status = msgspec.structs.replace(self.status, pid=self.pid)
+        self.statuses = (msgspec.structs.replace(self.statuses[0], pid=self.pid),)
         self._receiver = Receiver(self._process.socket)
         loop.add_reader(self._process.socket, self._readable)
         loop.add_reader(self._process.pidfd, self._ended)
+
+    @property
+    def status(self) -> RankStatus:
+        """What the rank sent last, of its memory."""
+        return self.statuses[0]
 
     @property
     def ended(self) -> bool:
@@ -135,7 +140,7 @@ class RankLink:
 
     def _take(self, message: ToParent, decode: Callable[[Any, msgspec.Raw], Any]) -> None:
         if isinstance(message, Sample):
-            self.status = message.status
+            self.statuses = message.statuses
             return
         waiting = self._waiting.pop(message.id, None)
         if waiting is None:
@@ -171,7 +176,7 @@ class RankLink:
         self._detach()
         died = self._obituary(what or _how(status))
         self.error = self._stopped or died
-        self.status = _gone(self.status)
+        self.statuses = tuple(_gone(status) for status in self.statuses)
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
             one.take(None, self.error)
@@ -238,7 +243,8 @@ def _how(status: int | None) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _unseen(where: RankId, device: str) -> RankStatus:
+def unseen(where: RankId, device: str) -> RankStatus:
+    """A rank that has not sent anything yet."""
     return RankStatus(
         rank=where.rank,
         replica=where.replica,

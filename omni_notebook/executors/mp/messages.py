@@ -1,24 +1,13 @@
-"""What an engine and a rank's process say to each other, and the types of each worker method's arguments and answer."""
+"""What an engine and a rank's process say to each other."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
-from omni_notebook.executors.mp.faults import Fault
-from omni_notebook.protocol import LoRARequest, OmniACK, RankStatus, SleepTask, WakeTask
-from omni_notebook.worker.batches import (
-    ArBatch,
-    DiffusionBatch,
-    Executed,
-    ImageAnswer,
-    Prefetch,
-    SequenceAnswer,
-    StepBatch,
-)
-from omni_notebook.worker.reports import LoadReport, LoRAReport, WakeOutlook
-from omni_notebook.worker.tensors import TensorChunk, TensorHeader
+from omni_notebook.protocol import RankStatus
+from omni_notebook.worker.faults import Fault
 
 # ------------------------------------------------------------------------------------- to the child
 
@@ -83,9 +72,9 @@ class Failure(msgspec.Struct, array_like=True, tag="failure"):
 
 
 class Sample(msgspec.Struct, array_like=True, tag="sample"):
-    """The rank's memory; sent when it changed."""
+    """The memory of the rank, or of all the ranks that one process answers for; sent when it changed."""
 
-    status: RankStatus
+    statuses: tuple[RankStatus, ...]
 
 
 ToParent = Reply | Failure | Sample
@@ -96,58 +85,4 @@ def payload(value: Any) -> msgspec.Raw:
     return cast("msgspec.Raw", value)
 
 
-# ------------------------------------------------------------------------------------------- methods
-
-
-class Signature(NamedTuple):
-    """A worker method as the wire sees it: the tuple type of its arguments, and the type of its answer."""
-
-    args: Any
-    answer: Any
-
-
-_NONE = tuple[()]
-
-METHODS: dict[str, Signature] = {
-    "open_rendezvous": Signature(_NONE, str | None),
-    "join": Signature(tuple[str], None),
-    "load": Signature(_NONE, LoadReport),
-    "set_weight_version": Signature(tuple[str], None),
-    "execute": Signature(tuple[ArBatch | DiffusionBatch | StepBatch], list[SequenceAnswer] | Executed),
-    "collect": Signature(tuple[str], list[ImageAnswer]),
-    "prefetch": Signature(tuple[Prefetch], None),
-    "cancel": Signature(tuple[str], None),
-    "barrier": Signature(_NONE, None),
-    "ping": Signature(_NONE, int),
-    "prepare_weights": Signature(tuple[str], None),
-    "load_weights": Signature(tuple[str, str | None], str),
-    "prepare_tensors": Signature(tuple[tuple[TensorHeader, ...] | None], None),
-    "load_tensors": Signature(tuple[TensorChunk], None),
-    "finish_tensors": Signature(tuple[str | None], str),
-    "revoke_weights": Signature(_NONE, None),
-    "weights_valid": Signature(_NONE, bool),
-    "prepare_lora": Signature(tuple[LoRARequest], LoRAReport),
-    "commit_lora": Signature(tuple[int], dict[str, int]),
-    "abort_lora": Signature(tuple[int], None),
-    "remove_lora": Signature(tuple[int], dict[str, int]),
-    "pin_lora": Signature(tuple[int], None),
-    "unpin_lora": Signature(tuple[int], None),
-    "prepare_sleep": Signature(tuple[SleepTask], None),
-    "commit_sleep": Signature(tuple[str], OmniACK),
-    "abort_sleep": Signature(tuple[str], None),
-    "drop_backup": Signature(tuple[SleepTask], OmniACK),
-    "prepare_wake": Signature(tuple[WakeTask], WakeOutlook),
-    "commit_wake": Signature(tuple[str], OmniACK),
-    "abort_wake": Signature(tuple[str], None),
-    "undo": Signature(tuple[str], None),
-    "noop": Signature(tuple[str], OmniACK),
-}
-"""Every order that the engine gives; a worker's other methods get and give plain types and arrays."""
-
-_PLAIN = Signature(tuple[Any, ...], Any)
 ASKED: dict[str, Any] = {"ping": int, "memory": RankStatus}
-
-
-def signature(method: str) -> Signature:
-    """The types of a method."""
-    return METHODS.get(method, _PLAIN)

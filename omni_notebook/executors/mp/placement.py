@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from omni_notebook.worker.threads import waiting_threads_sleep
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """The first is always set; MKL and OpenBLAS follow it unless they are given their own."""
-_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 class Place(NamedTuple):
@@ -41,13 +42,11 @@ def places(specs: Sequence[WorkerSpec]) -> list[Place]:
 def environment(place: Place) -> dict[str, str]:
     """What numeric libraries read when they load: at most the place's threads, and waiting threads that sleep.
 
-    Threads that spin while they wait take the processors from the other ranks' processes, which know nothing of them:
-    on two cores the demo was several times slower. What the user has set (fewer threads, a wait policy) stays.
+    What the user has set (fewer threads, a wait policy) stays.
     """
     most = {name: place.threads for name in THREAD_VARIABLES if name in os.environ or name == THREAD_VARIABLES[0]}
     counts = {name: _at_most(os.environ.get(name, ""), threads) for name, threads in most.items()}
-    waits = {} if any(name in os.environ for name in _WAIT_VARIABLES) else {"OMP_WAIT_POLICY": "PASSIVE"}
-    return {**counts, **waits}
+    return {**counts, **waiting_threads_sleep(os.environ)}
 
 
 def _at_most(given: str, threads: int) -> str:

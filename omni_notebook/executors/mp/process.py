@@ -25,12 +25,14 @@ _CHILD = "omni_notebook.executors.mp.child"
 class RankProcess:
     """A child, the parent's end of its socket (non-blocking), its pidfd and its log.
 
+    `place` None: it may use all processors, and the numeric libraries' own defaults.
+
     Raises:
         UnsupportedError: there is no interpreter to start (an embedded Python).
         OSError: too many processes or files; nothing is left.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place | None) -> None:
         if not sys.executable:
             msg = "executor='mp' starts sys.executable, and this Python has none; use executor='uni'"
             raise UnsupportedError(msg)
@@ -67,7 +69,7 @@ class RankProcess:
         self._finalizer()
 
 
-def _start(far: socket.socket, log: int, place: Place) -> subprocess.Popen[bytes]:
+def _start(far: socket.socket, log: int, place: Place | None) -> subprocess.Popen[bytes]:
     me = os.pidfd_open(os.getpid())
     try:
         return subprocess.Popen(  # noqa: S603  (our own module, no shell)
@@ -83,11 +85,11 @@ def _start(far: socket.socket, log: int, place: Place) -> subprocess.Popen[bytes
         os.close(me)
 
 
-def _environment(place: Place) -> dict[str, str]:
+def _environment(place: Place | None) -> dict[str, str]:
     """The parent's, with its import path: a notebook or a script may have changed it."""
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    return {**os.environ, **ours, **environment(place)}
+    return {**os.environ, **ours, **({} if place is None else environment(place))}
 
 
 def _has_ended(pidfd: int) -> bool:

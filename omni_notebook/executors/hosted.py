@@ -1,0 +1,198 @@
+"""The executor whose ranks live in processes that another engine owns (vLLM): one host process answers for them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_notebook.errors import ArgumentError, ConfigError, WorkerDiedError
+from omni_notebook.executors.base import RankAnswer, shut_down, silent, told
+from omni_notebook.executors.mp.link import RankLink, Waiting, unseen
+from omni_notebook.executors.mp.messages import Order, Start, payload
+from omni_notebook.executors.mp.wire import pack
+from omni_notebook.worker.faults import rebuild
+from omni_notebook.worker.methods import signature
+from omni_notebook.worker.vllm.versions import vllm_version, warn_if_untested
+from omni_notebook.worker.vllm.wire import LAST_WORDS, RankReply, packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_notebook.executors.base import OnDeath
+    from omni_notebook.protocol import RankId, RankStatus
+    from omni_notebook.worker.reports import WorkerSpec
+
+HOST = "omni_notebook.worker.vllm.host:VllmHost"
+"""The class that the host process makes, as "module:Class"."""
+_RAISED = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*$")
+_POINTS_ELSEWHERE = re.compile(r"[Ss]ee (?:root cause|stack trace)|initialization failed")
+GRACE_S = 2.0
+"""The host says itself which ranks were silent; it is given this long to say so."""
+
+
+class HostedExecutor:
+    """One host process for all ranks of a replica; made on a running event loop, which it belongs to.
+
+    Raises:
+        UnsupportedError, OSError: the process could not be started; none is left.
+    """
+
+    def __init__(self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str = HOST) -> None:
+        warn_if_untested(vllm_version())
+        self.ranks: tuple[RankId, ...] = tuple(spec.where for spec in specs)
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._on_death = on_death
+        self._closed = False
+        self._number = 0
+        first = specs[0]
+        self._unseen = tuple(unseen(where, first.config.device) for where in self.ranks)
+        self._link = RankLink(first.where, None, first.config.device, self._loop, self._died)
+        self._link.send(pack(Start(host, payload(first), ())))
+
+    def _died(self, where: RankId, error: WorkerDiedError) -> None:
+        """The host is gone: say why, where it could still tell."""
+        if self._on_death is not None:
+            self._on_death(where, _with_last_words(error, where))
+
+    # ------------------------------------------------------------------------------------ calls
+
+    async def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        settle_s: float | None = None,  # noqa: ARG002  (the host waits for all)
+    ) -> list[RankAnswer]:
+        """See `Executor.call`."""
+        if self._closed:
+            return [RankAnswer(where, None, shut_down(where)) for where in self.ranks]
+        began_s = self._loop.time()
+        try:
+            if method == "load":
+                await self._start()
+            arguments = packed(args)
+            patience_s = None if timeout_s is None else timeout_s + GRACE_S
+            replies = await self.ask_host("order", method, arguments, timeout_s, timeout_s=patience_s)
+        except Exception as error:  # noqa: BLE001  (every rank answers, whatever happened)
+            return [RankAnswer(where, None, error) for where in self.ranks]
+        waited_s = self._loop.time() - began_s
+        return [
+            silent(where, method, waited_s) if reply is None else _answer(where, method, reply)
+            for where, reply in zip(self.ranks, replies, strict=True)
+        ]
+
+    async def _start(self) -> None:
+        try:
+            await self.ask_host("start")
+        except RuntimeError as error:  # vLLM's own, which tells to look at what it has printed
+            raise ConfigError(_root_cause(error, self._link.log_tail(), self.ranks[0])) from error
+
+    async def ask_host(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the host itself; its answer in plain types.
+
+        Raises:
+            WorkerDiedError: it is gone.
+            DeadlineError: it said nothing within `timeout_s`.
+            Exception: what it raised.
+        """
+        self._number += 1
+        number = self._number
+        answered: asyncio.Future[Any] = self._loop.create_future()
+
+        def take(value: Any, error: BaseException | None) -> None:
+            if not answered.done():
+                answered.set_result(RankAnswer(self.ranks[0], value, error))
+
+        self._link.ask(number, pack(Order(number, method, payload(args))), Waiting(Any, take))
+        await asyncio.wait({answered}, timeout=timeout_s)
+        if not answered.done():
+            self._link.forget(number)
+            return silent(self.ranks[0], method, timeout_s or 0.0).unwrap()
+        return answered.result().unwrap()
+
+    def cancel(self, task_id: str) -> None:
+        """See `Executor.cancel`; a vLLM worker's one thread carries orders out, so that none can be overtaken."""
+
+    def tell(self, method: str, *args: Any) -> None:  # noqa: ARG002
+        """See `Executor.tell`: a vLLM stage has nothing that could overtake orders."""
+        told(method)
+
+    def memory(self) -> list[RankStatus]:
+        """See `Executor.memory`: what each rank sent last."""
+        known = {status.rank: status for status in self._link.statuses if status.tags}
+        alive = not self._link.ended
+        return [
+            known.get(status.rank, msgspec.structs.replace(status, alive=alive, pid=None)) for status in self._unseen
+        ]
+
+    def log_tail(self, rank: int) -> list[str]:
+        """The last lines of the log that all ranks share.
+
+        Raises:
+            ArgumentError: there is no such rank.
+        """
+        if rank not in {where.rank for where in self.ranks}:
+            msg = f"there is no rank {rank}; this replica has {', '.join(str(where.rank) for where in self.ranks)}"
+            raise ArgumentError(msg)
+        return self._link.log_tail()
+
+    # ---------------------------------------------------------------------------------- the end
+
+    def shutdown(self) -> None:
+        """See `Executor.shutdown`."""
+        self._on_loop(self._shut_down)
+
+    def _shut_down(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._link.stop(shut_down(self.ranks[0]))
+
+    @property
+    def ended(self) -> bool:
+        """See `Executor.ended`."""
+        return self._link.ended
+
+    def _on_loop(self, act: Callable[[], object]) -> None:
+        if threading.get_ident() == self._thread and self._loop.is_running():
+            act()
+            return
+        try:
+            self._loop.call_soon_threadsafe(act)
+        except RuntimeError:  # the loop has ended, and nobody can hear the host any more
+            self._link.kill()
+
+
+def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
+    """The error with what the host said before it ended in the place of a status that tells nobody anything."""
+    said = next((line for line in reversed(error.log_lines) if line.startswith(LAST_WORDS)), None)
+    if said is None:
+        return error
+    message = (
+        f"stage {where.stage_id}: {said.removeprefix(LAST_WORDS)}; other stages go on, call restart({where.stage_id})"
+    )
+    rank = re.match(r"rank (\d+)", said.removeprefix(LAST_WORDS))
+    return WorkerDiedError(
+        message,
+        stage_id=where.stage_id,
+        rank=where.rank if rank is None else int(rank[1]),
+        log_lines=error.log_lines,
+    )
+
+
+def _root_cause(error: RuntimeError, log_lines: list[str], where: RankId) -> str:
+    """VLLM's error with the one that it had printed before: that of the process in which it happened."""
+    found = [match for line in log_lines if (match := _RAISED.search(line)) and not _POINTS_ELSEWHERE.search(line)]
+    cause = found[-1][0].rstrip(".") if found else " ".join(str(error).split())
+    return f"stage {where.stage_id}: vLLM could not start: {cause}. Nothing is left of it"
+
+
+def _answer(where: RankId, method: str, data: bytes) -> RankAnswer:
+    reply = msgspec.msgpack.decode(data, type=RankReply)
+    if reply.fault is not None:
+        return RankAnswer(where, None, rebuild(reply.fault))
+    return RankAnswer(where, msgspec.msgpack.decode(reply.value, type=signature(method).answer), None)

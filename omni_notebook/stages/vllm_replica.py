@@ -1,0 +1,174 @@
+"""A replica whose engine is vLLM: it gets requests while the replica is open; closed, its scheduler stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_notebook.errors import EngineClosedError, WorkerDiedError
+from omni_notebook.worker.vllm.wire import TextOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_notebook.errors import OmniError
+    from omni_notebook.executors.hosted import HostedExecutor
+    from omni_notebook.stages.requests import StageRequest
+    from omni_notebook.stages.vllm_scheduler import VllmScheduler
+    from omni_notebook.stages.waiting import Signal
+
+_GONE = (WorkerDiedError, EngineClosedError)
+
+
+class VllmReplica:
+    """Feeds one vLLM engine; see `Replica`, whose place it takes. All methods belong to the engine's loop."""
+
+    def __init__(
+        self,
+        *,
+        executor: HostedExecutor,
+        scheduler: VllmScheduler,
+        changed: Signal,
+        weight_version: Callable[[], str],
+        on_failure: Callable[[BaseException], None],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.closed_by: set[str] = {"loading"}
+        self._changed = changed
+        self._weight_version = weight_version
+        self._on_failure = on_failure
+        self._on_start = on_start
+        self._work = asyncio.Event()
+        self._frozen = True
+        self._ended = False
+        self._aborted: list[str] = []
+        loop = asyncio.get_running_loop()
+        self._tasks = {loop.create_task(self._follow(self._feed), name="omni-vllm-feed")}
+
+    def loaded(self) -> None:
+        """VLLM runs: take requests, and hear what becomes of them."""
+        listening = asyncio.get_running_loop().create_task(self._follow(self._listen), name="omni-vllm-listen")
+        self._tasks.add(listening)
+        self._frozen = False
+        self.reopen("loading")
+
+    @property
+    def open(self) -> bool:
+        """Whether requests may start."""
+        return not self.closed_by
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing runs: vLLM's scheduler stands still, or has no request."""
+        return self._frozen or self._ended or (self.open and not self.scheduler.running)
+
+    @property
+    def drained(self) -> bool:
+        """Whether there is no request at all."""
+        return self.at_rest and not self.scheduler.running and not self.scheduler.queued
+
+    def add(self, request: StageRequest) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+        self.kick()
+
+    def close(self, reason: str) -> None:
+        """Let nothing run until this reason is taken back."""
+        self.closed_by.add(reason)
+        self.kick()
+
+    def reopen(self, reason: str) -> None:
+        """Take a reason back."""
+        self.closed_by.discard(reason)
+        self.kick()
+
+    def kick(self) -> None:
+        """Look again what can be done."""
+        self._work.set()
+        self._changed.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """End one request; whether it was here."""
+        if self.scheduler.has(request_id):
+            self._aborted.append(request_id)
+        found = self.scheduler.abort(request_id)
+        self.kick()
+        return found
+
+    def abort_all(self) -> None:
+        """End every request with a terminal ABORTED output."""
+        for request_id in list(self.scheduler.request_ids()):
+            self.abort(request_id)
+
+    def end_all(self, error: OmniError) -> None:
+        """End every request with an error."""
+        self._aborted += [one for one in self.scheduler.request_ids() if self.scheduler.has(one)]
+        self.scheduler.end_all(error)
+        self.kick()
+
+    def requeue(self) -> None:
+        """Nothing to do after a sleep: vLLM computes again what it has lost."""
+
+    async def stop(self) -> None:
+        """End the loops; requests stay in the scheduler."""
+        self._ended = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks, timeout=1.0)
+
+    # ------------------------------------------------------------------------------- the loops
+
+    async def _follow(self, loop: Any) -> None:
+        """Run a loop; a bug or vLLM's failure in it fails the stage."""
+        try:
+            await loop()
+        except _GONE:
+            self._ended = True  # whoever watches the process says so
+        except Exception as error:  # noqa: BLE001
+            self._ended = True
+            self._on_failure(error)
+        finally:
+            self._changed.notify()
+
+    async def _feed(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            if "loading" in self.closed_by:
+                continue
+            if self._aborted:
+                aborted, self._aborted = self._aborted, []
+                await self.executor.ask_host("abort", aborted)
+            if self.open:
+                await self._go_on()
+            elif not self._frozen:
+                await self._stand_still()
+
+    async def _go_on(self) -> None:
+        if self._frozen:
+            self._frozen = False
+            await self.executor.ask_host("thaw")
+        requests = self.scheduler.take()
+        if requests:
+            self._on_start()
+            await self.executor.ask_host("submit", requests)
+        self._changed.notify()
+
+    async def _stand_still(self) -> None:
+        self._take(await self.executor.ask_host("freeze"))
+        self._frozen = True
+        self._changed.notify()
+        if self.open:
+            self._work.set()
+
+    async def _listen(self) -> None:
+        while True:
+            self._take(await self.executor.ask_host("outputs"))
+
+    def _take(self, outputs: Any) -> None:
+        self.scheduler.finish(msgspec.convert(outputs, list[TextOutput]), self._weight_version())
+        self._changed.notify()

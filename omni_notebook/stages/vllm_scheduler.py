@@ -1,0 +1,194 @@
+"""The requests of a vLLM stage: vLLM decides what runs; these are the books about what was given to it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.protocol import RequestState
+from omni_notebook.stages.requests import StageOutput
+from omni_notebook.worker.faults import rebuild
+from omni_notebook.worker.vllm.wire import TextRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from omni_notebook.errors import OmniError
+    from omni_notebook.stages.requests import StageRequest
+    from omni_notebook.transport.connector import Connector
+    from omni_notebook.worker.vllm.wire import TextOutput
+
+
+@dataclass(slots=True)
+class TextPrompt:
+    """A request's payload: the prompt (text, or ids), and what was generated so far.
+
+    `versions`: the weight version that each token came from, as [version, tokens] in order. `cached`: tokens of the
+    prompt whose keys and values vLLM had already, None before the first output.
+    """
+
+    prompt: str | tuple[int, ...]
+    prompt_ids: tuple[int, ...] | None = None
+    generated: list[int] = field(default_factory=list)
+    text: str = ""
+    versions: list[list[Any]] = field(default_factory=list)
+    cached: int | None = None
+
+    def note(self, weight_version: str, tokens: int) -> None:
+        """So many tokens more came from these weights."""
+        if self.versions and self.versions[-1][0] == weight_version:
+            self.versions[-1][1] += tokens
+        else:
+            self.versions.append([weight_version, tokens])
+
+
+class VllmScheduler:
+    """FIFO into vLLM; those that vLLM has are running. `decode` makes text of tokens; None: vLLM's own text."""
+
+    def __init__(
+        self, connector: Connector | None = None, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
+        self._connector = connector
+        self._decode = decode
+        self._waiting: deque[StageRequest] = deque()
+        self._running: dict[str, StageRequest] = {}
+
+    def add(self, request: StageRequest) -> None:
+        """Queue a request."""
+        self._waiting.append(request)
+
+    def take(self) -> list[TextRequest]:
+        """What vLLM may have now; one for a closed, full stage holds back nobody but its like."""
+        taken = [request for request in self._waiting if self._may_start(request)]
+        for request in taken:
+            self._waiting.remove(request)
+            request.started_s = request.started_s or time.perf_counter()
+            self._running[request.request_id] = request
+        return [_for_vllm(request) for request in taken]
+
+    def _may_start(self, request: StageRequest) -> bool:
+        if self._connector is None or not request.feeds_next:
+            return True
+        if not self._connector.may_start(request.request_id):
+            return False
+        self._connector.started(request.request_id)
+        return True
+
+    def finish(self, outputs: Iterable[TextOutput], weight_version: str) -> None:
+        """Deliver what vLLM has made; outputs of requests that have ended are dropped."""
+        for output in outputs:
+            request = self._running.get(output.request_id)
+            if request is not None:
+                self._take_output(request, output, weight_version)
+
+    def _take_output(self, request: StageRequest, output: TextOutput, weight_version: str) -> None:
+        prompt: TextPrompt = request.payload
+        if output.fault is not None:
+            del self._running[request.request_id]
+            request.end(RequestState.FAILED, rebuild(output.fault))
+            return
+        if prompt.prompt_ids is None:
+            prompt.prompt_ids, prompt.cached = output.prompt_token_ids, output.cached_tokens
+        prompt.generated.extend(output.token_ids)
+        prompt.text = prompt.text + output.text if self._decode is None else self._decode(prompt.generated)
+        if output.token_ids:
+            prompt.note(weight_version, len(output.token_ids))
+        request.weight_version = weight_version
+        if output.finish_reason is not None:
+            del self._running[request.request_id]
+        _deliver(request, output.finish_reason)
+
+    def fail(self, request_ids: Iterable[str], error: BaseException) -> None:
+        """End requests with an error."""
+        for request_id in request_ids:
+            request = self._running.pop(request_id, None)
+            if request is not None:
+                request.end(RequestState.FAILED, error)
+
+    def requeue(self) -> None:
+        """VLLM is gone with all that it had: running requests wait again, and go on after what they have."""
+        for request in sorted(self._running.values(), key=lambda one: one.arrived_s, reverse=True):
+            self._waiting.appendleft(request)
+        self._running.clear()
+
+    def end_all(self, error: OmniError) -> None:
+        """End every request with an error: the stage has failed."""
+        for request in [*self._running.values(), *self._waiting]:
+            request.aborted = True
+            request.end(RequestState.FAILED, error)
+        self._running.clear()
+        self._waiting.clear()
+
+    def abort(self, request_id: str) -> bool:
+        """End one request; whether it was here."""
+        request = self._running.pop(request_id, None) or next(
+            (one for one in self._waiting if one.request_id == request_id), None
+        )
+        if request is None:
+            return False
+        if request in self._waiting:
+            self._waiting.remove(request)
+        request.aborted = True
+        prompt: TextPrompt = request.payload
+        request.end(RequestState.ABORTED, text=prompt.text, token_ids=list(prompt.generated))
+        return True
+
+    def has(self, request_id: str) -> bool:
+        """Whether vLLM has this request."""
+        return request_id in self._running
+
+    def request_ids(self) -> Sequence[str]:
+        """Running ones first."""
+        return [*self._running, *(request.request_id for request in self._waiting)]
+
+    @property
+    def running(self) -> int:
+        """Requests that vLLM has."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Requests that it has not."""
+        return len(self._waiting)
+
+
+def _for_vllm(request: StageRequest) -> TextRequest:
+    prompt: TextPrompt = request.payload
+    params = request.params
+    return TextRequest(
+        request_id=request.request_id,
+        prompt=prompt.prompt if prompt.prompt_ids is None else prompt.prompt_ids,
+        generated=tuple(prompt.generated),
+        seed=request.seed,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop_token_ids=params.stop_token_ids,
+        lora=request.lora,
+    )
+
+
+def _deliver(request: StageRequest, reason: str | None) -> None:
+    prompt: TextPrompt = request.payload
+    done = reason is not None
+    request.deliver(
+        StageOutput(
+            state=RequestState.FINISHED if done else RequestState.RUNNING,
+            final=done,
+            text=prompt.text,
+            token_ids=list(prompt.generated),
+            finish_reason=reason,
+            weight_version=request.weight_version,
+            metrics={
+                "seed": request.seed,
+                "prompt_tokens": len(prompt.prompt_ids or ()),
+                "cached_tokens": prompt.cached,
+                "new_tokens": len(prompt.generated),
+                "token_weight_versions": [list(run) for run in prompt.versions],
+                **request.timings_ms(),
+            },
+        )
+    )

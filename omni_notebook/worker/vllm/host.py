@@ -1,0 +1,298 @@
+"""The process around vLLM's `AsyncLLM`: it answers for all ranks of one replica.
+
+Everything of vLLM happens here and in the processes that it starts: the notebook's process imports no vLLM, its root
+logger stays as it was, an interrupt does not reach the engine, and what vLLM prints goes to the stage's log. Orders to
+ranks go out by `collective_rpc`; each rank answers by itself, over a datagram socket, so that one that hangs does not
+hide what the others said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_notebook.worker.faults import describe
+from omni_notebook.worker.vllm import engine, leftovers
+from omni_notebook.worker.vllm.wire import (
+    LAST_WORDS,
+    Attach,
+    FromRank,
+    RankReply,
+    RankSample,
+    TextOutput,
+    TextRequest,
+    packed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from concurrent.futures import Future
+
+    from omni_notebook.protocol import RankStatus
+    from omni_notebook.worker.reports import WorkerSpec
+
+_SOCKET = "ranks"
+_BUFFER_BYTES = 4 * 1024 * 1024
+_DATAGRAM_BYTES = 1024 * 1024
+DIED = 70
+"""The exit status of a host whose ranks have died."""
+
+
+class VllmHost:
+    """Runs `AsyncLLM` on an event loop of its own; the methods answer with futures."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._size = spec.config.tensor_parallel_size
+        self._folder = Path(tempfile.mkdtemp(prefix="omni-vllm-"))
+        self._names: set[str] = set()
+        self._llm: Any = None
+        self._number = 0
+        self._asked: dict[int, _Asked] = {}
+        self._statuses: dict[int, RankStatus] = {}
+        self._report: Callable[[], None] = lambda: None
+        self._outputs: list[TextOutput] = []
+        self._waiting: asyncio.Future[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._asleep = False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+
+    def report_with(self, report: Callable[[], None]) -> None:
+        """See `Reporting`."""
+        self._report = report
+
+    def memory(self) -> tuple[RankStatus, ...]:
+        """What each rank sent last, in their order; any thread."""
+        return tuple(status for _, status in sorted(self._statuses.items()))
+
+    def _go(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # ------------------------------------------------------------------------------- starting
+
+    def start(self) -> Future[None]:
+        """Start vLLM and take its ranks over.
+
+        Raises:
+            Exception: what vLLM raised; nothing is left.
+        """
+        return self._go(self._start())
+
+    async def _start(self) -> None:
+        self._listen()
+        self._llm = await engine.make(self._spec, self._folder)
+        self._names = leftovers.shared_memory(os.getpgrp())
+        attach = Attach(
+            spec=self._spec,
+            host_pid=os.getpid(),
+            address=str(self._folder / _SOCKET),
+            source=self._source(),
+            shared_memory=tuple(self._names),
+        )
+        await self._llm.collective_rpc("omni_attach", args=(packed(attach),))
+        for process in multiprocessing.active_children():
+            self._watch(process.pid or 0, "vLLM's engine core")
+
+    def _source(self) -> str | None:
+        """The checkpoint folder that the weights come from; None where vLLM made them up."""
+        if engine.makes_weights_up(self._llm):
+            return None
+        return str(engine.folder_of(self._llm))
+
+    def _listen(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        self._socket.bind(str(self._folder / _SOCKET))
+        self._loop.add_reader(self._socket, self._hear)
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                message = msgspec.msgpack.decode(self._socket.recv(_DATAGRAM_BYTES), type=FromRank)
+                if isinstance(message, RankSample):
+                    self._know(message.status)
+                else:
+                    self._heard(message)
+
+    def _know(self, status: RankStatus) -> None:
+        if status.rank not in self._statuses:
+            self._watch(status.pid or 0, f"rank {status.rank}")
+        self._statuses[status.rank] = status
+        self._report()
+
+    def _watch(self, pid: int, what: str) -> None:
+        """End with a process that vLLM can not go on without."""
+        try:
+            self._loop.add_reader(os.pidfd_open(pid), self._ended_with, pid, what)
+        except ProcessLookupError:
+            self._ended_with(pid, what)
+
+    def _ended_with(self, pid: int, what: str) -> None:
+        sys.stderr.write(f"{LAST_WORDS}{what} (pid {pid}) ended, and vLLM can not go on without it\n")
+        self._clean()
+        sys.stderr.flush()
+        os._exit(DIED)
+
+    # ------------------------------------------------------------------------- orders to ranks
+
+    def order(self, method: str, arguments: bytes, timeout_s: float | None) -> Future[list[bytes | None]]:
+        """Have every rank carry `method` out; each one's `RankReply`, None for one that said nothing in time."""
+        return self._go(self._order(method, arguments, timeout_s))
+
+    async def _order(self, method: str, arguments: bytes, timeout_s: float | None) -> list[bytes | None]:
+        if method == "prepare_sleep":
+            await self._clear_caches()
+        replies = await self._ask(method, arguments, timeout_s)
+        if all(reply is not None and reply.fault is None for reply in replies):
+            await self._after(method)
+        return [None if reply is None else packed(reply) for reply in replies]
+
+    async def _ask(self, method: str, arguments: bytes, timeout_s: float | None) -> list[RankReply | None]:
+        self._number += 1
+        asked = self._asked[self._number] = _Asked(self._size)
+        calling = self._loop.create_task(
+            self._llm.collective_rpc("omni_call", args=(self._number, method, arguments)), name=method
+        )
+        calling.add_done_callback(asked.called)
+        try:
+            await asyncio.wait({asked.complete}, timeout=timeout_s)
+        finally:
+            del self._asked[self._number]
+        if asked.complete.done():
+            asked.complete.result()
+        return list(asked.replies)
+
+    def _heard(self, reply: RankReply) -> None:
+        asked = self._asked.get(reply.number)
+        if asked is not None:
+            asked.take(reply)
+
+    async def _after(self, method: str) -> None:
+        """Let vLLM know what it must know of an order that all ranks have carried out."""
+        if method == "commit_sleep":
+            self._asleep = True
+        elif method in {"load_weights", "revoke_weights"}:
+            await self._clear_caches()
+
+    async def _clear_caches(self) -> None:
+        """Nothing that vLLM computed with the memory as it is may be used again; requests begin again by themselves."""
+        await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        await self._llm.reset_mm_cache()
+        await self._llm.reset_encoder_cache()
+
+    # -------------------------------------------------------------------------------- requests
+
+    def submit(self, requests: list[Any]) -> Future[None]:
+        """Begin requests; what becomes of them comes by `outputs`."""
+        return self._go(self._submit(msgspec.convert(requests, list[TextRequest])))
+
+    async def _submit(self, requests: list[TextRequest]) -> None:
+        for request in requests:
+            task = self._loop.create_task(self._run(request), name=request.request_id)
+            self._tasks[request.request_id] = task
+            task.add_done_callback(functools.partial(self._ended, request.request_id))
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(request_id) is task:
+            del self._tasks[request_id]
+
+    async def _run(self, request: TextRequest) -> None:
+        try:
+            first = True
+            async for output in engine.generate(self._llm, request):
+                news = engine.news(request, output, first=first)
+                first = False
+                self._put(news)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001  (it belongs to whoever asked)
+            self._put(TextOutput(request_id=request.request_id, fault=describe(error)))
+
+    def _put(self, output: TextOutput) -> None:
+        self._outputs.append(output)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def outputs(self) -> Future[list[TextOutput]]:
+        """What has come since the last call; waits until something has. One caller at a time."""
+        return self._go(self._next_outputs())
+
+    async def _next_outputs(self) -> list[TextOutput]:
+        if not self._outputs:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        return self._taken()
+
+    def _taken(self) -> list[TextOutput]:
+        taken, self._outputs = self._outputs, []
+        return taken
+
+    def abort(self, request_ids: list[str]) -> Future[None]:
+        """End requests; nothing more comes of them."""
+        return self._go(self._abort(request_ids))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        ended = [task for request_id in request_ids if (task := self._tasks.pop(request_id, None)) is not None]
+        for task in ended:
+            task.cancel()
+        if ended:
+            await asyncio.wait(ended)
+        self._outputs = [output for output in self._outputs if output.request_id not in set(request_ids)]
+
+    def freeze(self) -> Future[list[TextOutput]]:
+        """Let vLLM's scheduler start no further step; once back, nothing runs, and what had come is the answer."""
+        return self._go(self._freeze())
+
+    async def _freeze(self) -> list[TextOutput]:
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        return self._taken()
+
+    def thaw(self) -> Future[None]:
+        """Let the scheduler go on."""
+        return self._go(self._thaw())
+
+    async def _thaw(self) -> None:
+        self._asleep = False
+        await self._llm.resume_generation()
+
+    # ------------------------------------------------------------------------------------- end
+
+    def shutdown(self) -> None:
+        """End vLLM's processes and give back what they leave behind."""
+        self._clean()
+
+    def _clean(self) -> None:
+        leftovers.clean(os.getpgrp(), self._names, self._folder)
+        leftovers.stop_tracker()
+
+
+class _Asked:
+    """An order's replies, until all are there, or vLLM could not bring it to the ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.replies: list[RankReply | None] = [None] * size
+        self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self, reply: RankReply) -> None:
+        """One more."""
+        self.replies[reply.rank] = reply
+        if None not in self.replies and not self.complete.done():
+            self.complete.set_result(None)
+
+    def called(self, calling: asyncio.Task[Any]) -> None:
+        """VLLM's own call has ended."""
+        error = None if calling.cancelled() else calling.exception()
+        if error is not None and not self.complete.done():
+            self.complete.set_exception(error)

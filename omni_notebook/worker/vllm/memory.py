@@ -1,0 +1,83 @@
+"""vLLM's memory in our pools: which pool a worker gets, and how its KV cache comes into it."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omni_notebook.errors import OmniError
+from omni_notebook.memory.base import KV_CACHE
+from omni_notebook.memory.platforms import create_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from omni_notebook.config import StageConfig
+    from omni_notebook.memory.base import MemoryPool
+
+
+def make_pool(worker: Any, config: StageConfig) -> MemoryPool:
+    """The pool for the device that vLLM runs on.
+
+    Raises:
+        UnsupportedError: there is none for it; names the reason.
+    """
+    kind = worker.device.type
+    return create_pool(kind, spill_dir=config.spill_dir, backup=config.backup)
+
+
+def adopt_kv_cache(worker: Any, pool: MemoryPool) -> None:
+    """Move the storages of a worker's KV cache into the pool; every tensor that views one follows.
+
+    Raises:
+        OmniError: something holds on to the old memory.
+    """
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kv_tensors(worker)}
+    for address, storage in storages.items():
+        _move(address, storage.nbytes(), pool)
+    left = [tensor for tensor in _alive() if tensor.untyped_storage().data_ptr() in storages]
+    if left:
+        msg = f"{len(left)} tensors still hold vLLM's old KV cache; it can not be given back"
+        raise OmniError(msg)
+
+
+def kv_tensors(worker: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of the worker's KV cache, as its layers hold them."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    for layer in layers.values():
+        cache = getattr(layer, "kv_cache", None)  # layers without attention have none
+        yield from _tensors_in(cache)
+
+
+def _tensors_in(cache: Any) -> Iterator[torch.Tensor]:
+    if isinstance(cache, torch.Tensor):
+        if cache.numel():
+            yield cache
+    elif isinstance(cache, list | tuple):
+        for item in cache:
+            yield from _tensors_in(item)
+
+
+def _move(address: int, n_bytes: int, pool: MemoryPool) -> None:
+    """Give a storage's tensors new bytes (zeroes); the old ones go with their last tensor."""
+    new = pool.empty((n_bytes,), torch.uint8, KV_CACHE)
+    start = new.storage_offset()
+    with torch.inference_mode():
+        for tensor in [one for one in _alive() if one.untyped_storage().data_ptr() == address]:
+            offset = start // tensor.itemsize + tensor.storage_offset()
+            tensor.set_(new.untyped_storage(), offset, tensor.size(), tensor.stride())
+
+
+def _alive() -> list[torch.Tensor]:
+    """Every tensor with memory that Python knows."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.device.type == "cpu" and _has_storage(tensor)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except (NotImplementedError, RuntimeError):  # fake, sparse and functional tensors
+        return False

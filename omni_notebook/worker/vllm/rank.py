@@ -1,0 +1,318 @@
+"""One rank inside a vLLM worker: our orders over vLLM's model and memory.
+
+Orders come one at a time on the worker's own thread. A second thread tells the host what memory there is, and ends
+the process group when the host is gone, because vLLM's processes would outlive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from omni_notebook.errors import UnsupportedError
+from omni_notebook.memory.base import WEIGHTS
+from omni_notebook.memory.host import rss_bytes
+from omni_notebook.models.lora import read_adapter
+from omni_notebook.protocol import RankStatus
+from omni_notebook.worker.ack import AckBuilder
+from omni_notebook.worker.ballast import Ballast
+from omni_notebook.worker.control import Control
+from omni_notebook.worker.faults import describe
+from omni_notebook.worker.methods import signature
+from omni_notebook.worker.rank import Rank
+from omni_notebook.worker.reports import LoadReport, LoRAReport
+from omni_notebook.worker.vllm import leftovers
+from omni_notebook.worker.vllm.memory import adopt_kv_cache, make_pool
+from omni_notebook.worker.vllm.runner import VllmRunner
+from omni_notebook.worker.vllm.wire import Attach, RankReply, RankSample, packed
+from omni_notebook.worker.weights import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from omni_notebook.protocol import LoRARequest, OmniACK, SleepTask, WakeTask
+    from omni_notebook.worker.reports import WakeOutlook
+    from omni_notebook.worker.tensors import TensorHeader
+
+TICK_S = 0.5
+"""How often memory is measured while nothing is ordered."""
+
+
+class VllmRank:
+    """Owns the memory of one vLLM worker: its parameters, buffers and KV cache are moved into our pool.
+
+    Args:
+        worker: vLLM's worker.
+        attach: what it belongs to.
+    """
+
+    def __init__(self, worker: Any, attach: Attach) -> None:
+        spec = attach.spec
+        self._where = msgspec.structs.replace(spec.where, rank=worker.rank)
+        self._link = _Link(attach.address)
+        self._pool = make_pool(worker, spec.config)
+        self._runner = VllmRunner(worker)
+        self._weights = Weights(self._runner, self._pool)
+        self._ballast = Ballast(self._pool, spec.config.ballast_bytes)
+        acks = AckBuilder(self._where, device=self._pool.device, device_name=self._pool.device_name)
+        self._control = Control(
+            Rank(pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks)
+        )
+        self._source = None if attach.source is None else Path(attach.source)
+        self._version = spec.version
+        self._guard = _Guard(attach, self.sample)
+
+    def answer(self, number: int, method: str, arguments: bytes) -> None:
+        """Carry out one order; the answer goes to the host."""
+        try:
+            value = packed(self._run(method, arguments))
+            reply = RankReply(number, self._where.rank, value, None)
+        except BaseException as error:  # noqa: BLE001  (it belongs to whoever ordered)
+            reply = RankReply(number, self._where.rank, b"", describe(error))
+        self.sample()
+        self._link.send(reply)
+
+    def _run(self, method: str, arguments: bytes) -> Any:
+        order = getattr(self, method, None) if method in ORDERS else None
+        if order is None:
+            msg = f"a vLLM rank has no order {method!r}; nothing was called"
+            raise UnsupportedError(msg)
+        with torch.inference_mode():
+            return order(*msgspec.msgpack.decode(arguments, type=signature(method).args))
+
+    def sample(self) -> None:
+        """Send this rank's memory, if the host still listens; any thread."""
+        self._link.send(RankSample(self.memory()), news_only=True)
+
+    def memory(self) -> RankStatus:
+        """This rank's memory, measured now; any thread, never waits."""
+        return RankStatus(
+            rank=self._where.rank,
+            replica=self._where.replica,
+            pid=os.getpid(),
+            device=self._pool.device,
+            alive=True,
+            tags=dict(self._pool.memory()),
+            host_backup_bytes=self._pool.host_backup_bytes(),
+            process_bytes=rss_bytes(),
+        )
+
+    # ---------------------------------------------------------------------------------- orders
+
+    def load(self) -> LoadReport:
+        """Move what vLLM has loaded into the pool, name the weights, begin the background backup."""
+        for module in self._runner.modules():
+            self._pool.adopt(module, WEIGHTS)
+        adopt_kv_cache(self._runner.worker, self._pool)
+        self._ballast.allocate()
+        self._ballast.fill()
+        self._pool.keep(WEIGHTS, self._runner.kept_tensors())
+        self._weights.adopt(self._source, self._version)
+        self._backed_up()
+        return LoadReport(
+            pid=os.getpid(),
+            device=self._pool.device,
+            device_name=self._pool.device_name,
+            weight_version=self._weights.version,
+            tags=self._spans(),
+        )
+
+    def _spans(self) -> dict[str, int]:
+        return {tag: info.span_bytes for tag, info in self._pool.tags().items()}
+
+    def _backed_up(self) -> None:
+        self._pool.set_checkpoint_restorer(None if self._weights.source is None else self._restore_tag)
+        self._pool.write_ahead()
+
+    def _restore_tag(self, tag: str) -> None:
+        if tag == WEIGHTS:
+            self._weights.reload()
+            self._weights.verify()
+        else:
+            self._ballast.fill()
+
+    def barrier(self) -> None:
+        """Return once the device has done all that was started."""
+        self._runner.synchronize()
+
+    def ping(self) -> int:
+        """The process id: the worker's thread is free."""
+        return os.getpid()
+
+    def prepare_weights(self, source: str) -> None:
+        """See `Worker.prepare_weights`."""
+        self._weights.prepare(Path(source))
+
+    def load_weights(self, source: str, version: str | None) -> str:
+        """See `Worker.load_weights`."""
+        self._weights.load(Path(source), version)
+        self._backed_up()
+        return self._weights.version
+
+    def prepare_tensors(self, headers: tuple[TensorHeader, ...] | None) -> None:
+        """Refuse weights that come as tensors.
+
+        Raises:
+            UnsupportedError: vLLM's loaders take checkpoints; says what to do.
+        """
+        self._weights.prepare_tensors(headers)
+
+    def revoke_weights(self) -> None:
+        """See `Worker.revoke_weights`."""
+        self._weights.revoke()
+
+    def set_weight_version(self, version: str) -> None:
+        """See `Worker.set_weight_version`."""
+        self._weights.version = version
+
+    def weights_valid(self) -> bool:
+        """See `Worker.weights_valid`."""
+        return self._weights.valid and not self._weights.replaced
+
+    def prepare_lora(self, request: LoRARequest) -> LoRAReport:
+        """Read an adapter's folder; vLLM takes it at the commit.
+
+        Raises:
+            ConfigError: it is missing or broken.
+        """
+        adapter = read_adapter(request.lora_path)
+        return LoRAReport(digest=adapter.digest, rank=adapter.rank)
+
+    def commit_lora(self, lora_int_id: int) -> dict[str, int]:  # noqa: ARG002  (the host has told vLLM)
+        """What the rank's tags span now: vLLM made room for its adapters when it loaded the model."""
+        return self._spans()
+
+    def abort_lora(self, lora_int_id: int) -> None:
+        """Nothing was taken."""
+
+    def remove_lora(self, lora_int_id: int) -> dict[str, int]:  # noqa: ARG002  (the host has told vLLM)
+        """What the rank's tags span now."""
+        return self._spans()
+
+    def pin_lora(self, lora_int_id: int) -> None:
+        """The host has told vLLM."""
+
+    def unpin_lora(self, lora_int_id: int) -> None:
+        """VLLM can not."""
+        msg = f"vLLM can not unpin adapter {lora_int_id}; remove it and add it again"
+        raise UnsupportedError(msg)
+
+    def prepare_sleep(self, task: SleepTask) -> None:
+        """See `SleepOrders.prepare_sleep`."""
+        self._control.sleeping.prepare_sleep(task)
+
+    def commit_sleep(self, task_id: str) -> OmniACK:
+        """See `SleepOrders.commit_sleep`."""
+        return self._control.sleeping.commit_sleep(task_id)
+
+    def abort_sleep(self, task_id: str) -> None:
+        """See `SleepOrders.abort_sleep`."""
+        self._control.sleeping.abort_sleep(task_id)
+
+    def drop_backup(self, task: SleepTask) -> OmniACK:
+        """See `SleepOrders.drop_backup`."""
+        return self._control.sleeping.drop_backup(task)
+
+    def prepare_wake(self, task: WakeTask) -> WakeOutlook:
+        """See `WakeOrders.prepare_wake`."""
+        return self._control.waking.prepare_wake(task)
+
+    def commit_wake(self, task_id: str) -> OmniACK:
+        """See `WakeOrders.commit_wake`."""
+        return self._control.waking.commit_wake(task_id)
+
+    def abort_wake(self, task_id: str) -> None:
+        """See `WakeOrders.abort_wake`."""
+        self._control.waking.abort_wake(task_id)
+
+    def undo(self, task_id: str) -> None:
+        """See `Control.undo`."""
+        self._control.undo(task_id)
+
+    def noop(self, task_id: str) -> OmniACK:
+        """See `Control.noop`."""
+        return self._control.noop(task_id)
+
+    def cancel(self, task_id: str) -> None:
+        """See `Control.cancel`; any thread."""
+        self._control.cancel(task_id)
+
+
+ORDERS = frozenset(
+    {
+        "abort_lora",
+        "abort_sleep",
+        "abort_wake",
+        "barrier",
+        "commit_lora",
+        "commit_sleep",
+        "commit_wake",
+        "drop_backup",
+        "load",
+        "load_weights",
+        "noop",
+        "pin_lora",
+        "ping",
+        "prepare_lora",
+        "prepare_tensors",
+        "prepare_sleep",
+        "prepare_wake",
+        "prepare_weights",
+        "remove_lora",
+        "revoke_weights",
+        "set_weight_version",
+        "undo",
+        "unpin_lora",
+        "weights_valid",
+    }
+)
+
+
+class _Link:
+    """Datagrams to the host; each is one message, whole or not at all."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.connect(address)
+        self._lock = threading.Lock()
+        self._last = b""
+
+    def send(self, message: RankReply | RankSample, *, news_only: bool = False) -> None:
+        """Send, unless the host is gone or it is no news."""
+        data = packed(message)
+        with self._lock, contextlib.suppress(OSError):  # without a host nobody waits for it
+            if news_only and data == self._last:
+                return
+            if news_only:
+                self._last = data
+            self._socket.send(data)
+
+
+class _Guard:
+    """A thread that calls `tick` now and then, and ends the process group once the host is gone."""
+
+    def __init__(self, attach: Attach, tick: Callable[[], None]) -> None:
+        self._folder = Path(attach.address).parent
+        self._names = set(attach.shared_memory)
+        self._host = os.pidfd_open(attach.host_pid)
+        self._ours = os.getpgrp() == attach.host_pid
+        self._tick = tick
+        threading.Thread(target=self._main, name="omni-guard", daemon=True).start()
+
+    def _main(self) -> None:
+        watched = select.poll()
+        watched.register(self._host, select.POLLIN)
+        while not watched.poll(TICK_S * 1000):
+            with contextlib.suppress(Exception):  # a measurement that fails must not end the watch
+                self._tick()
+        if self._ours:
+            leftovers.clean(os.getpgrp(), self._names, self._folder)
+        os._exit(1)

@@ -1,0 +1,97 @@
+"""What our weight books and orders need of a vLLM worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from omni_notebook.errors import ConfigError, UnsupportedError
+from omni_notebook.models.loaders import checkpoint_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+
+class VllmRunner:
+    """One vLLM worker's model; `worker` is vLLM's own."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        model: nn.Module = self.worker.model_runner.get_model()
+        return model
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The model, and the draft model where one speculates."""
+        yield self.model
+        drafter = getattr(self.worker.model_runner, "drafter", None)
+        draft = getattr(drafter, "model", None)
+        if draft is not None:
+            yield draft
+
+    def check_weights(self, folder: Path) -> None:
+        """Whether a checkpoint has the tensors of the one that was loaded first, names and shapes.
+
+        Raises:
+            ConfigError: it has not, or it is not there.
+        """
+        shapes = _shapes(folder)
+        if self._shapes is None:
+            self._shapes = shapes
+        if shapes == self._shapes:
+            return
+        odd = sorted(name for name in shapes.keys() | self._shapes if shapes.get(name) != self._shapes.get(name))
+        name = odd[0]
+        msg = (
+            f"{folder} does not fit the model that vLLM runs: {name} has shape {_text(shapes.get(name))} there, "
+            f"{_text(self._shapes.get(name))} in the checkpoint that was loaded ({len(odd)} such tensors). "
+            "Nothing changed"
+        )
+        raise ConfigError(msg)
+
+    def load_weights(self, folder: Path, between: Callable[[], None] | None = None) -> None:
+        """Reload all weights in place, by vLLM's own loader.
+
+        Raises:
+            ConfigError: vLLM could not load it.
+        """
+        if between is not None:
+            between()
+        try:
+            self.worker.reload_weights(weights_path=str(folder))
+        except (OSError, ValueError, KeyError) as error:
+            msg = f"vLLM could not load {folder}: {error}"
+            raise ConfigError(msg) from error
+
+    def places(self) -> NoReturn:
+        """VLLM's loaders take checkpoints."""
+        msg = (
+            "a vLLM stage takes weights from a checkpoint folder: save the tensors with safetensors and give the path. "
+            "Nothing changed"
+        )
+        raise UnsupportedError(msg)
+
+    def kept_tensors(self) -> Sequence[torch.Tensor]:
+        """Buffers, of which checkpoints know nothing."""
+        return [buffer for module in self.modules() for buffer in module.buffers() if buffer.numel()]
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was started."""
+        if self.worker.device.type != "cpu":
+            torch.accelerator.synchronize(self.worker.device)
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (_, shape) in checkpoint_shapes(folder).items()}
+
+
+def _text(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else str(shape)

@@ -1,0 +1,77 @@
+"""What the engine, the host process and the ranks in vLLM's workers say to each other; plain types, no vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from omni_notebook.protocol import LoRARequest, RankStatus
+from omni_notebook.worker.faults import Fault
+from omni_notebook.worker.reports import WorkerSpec
+
+LAST_WORDS = "omni: "
+"""What the line begins with in which a host says why it ends."""
+
+
+class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the host takes it: `prompt` is text or token ids; `generated` were made before a restart."""
+
+    request_id: str
+    prompt: str | tuple[int, ...]
+    generated: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    lora: LoRARequest | None = None
+
+
+class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request: tokens and text since the last; `finish_reason` ends it, so does `fault`."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    cached_tokens: int | None = None
+    fault: Fault | None = None
+
+
+class Attach(msgspec.Struct, frozen=True, kw_only=True):
+    """The first order to a rank: what it belongs to, whom it watches, where its answers go (a datagram socket).
+
+    `source`: the checkpoint folder that vLLM has loaded. `shared_memory`: what has a name and is vLLM's.
+    """
+
+    spec: WorkerSpec
+    host_pid: int
+    address: str
+    source: str | None
+    shared_memory: tuple[str, ...]
+
+
+class RankReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+    """A rank's answer to order `number`: `value` is msgpack of the method's answer, unless it raised."""
+
+    number: int
+    rank: int
+    value: bytes
+    fault: Fault | None
+
+
+class RankSample(msgspec.Struct, frozen=True, array_like=True, tag="sample"):
+    """A rank's memory."""
+
+    status: RankStatus
+
+
+FromRank = RankReply | RankSample
+
+
+def packed(value: Any) -> bytes:
+    """Plain types as bytes."""
+    return msgspec.msgpack.encode(value)

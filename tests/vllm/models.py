@@ -1,0 +1,51 @@
+"""A small Llama with random weights, written as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from omni_notebook.models.decoder import Decoder, DecoderConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def random_llama(folder: Path, seed: int, **changes: object) -> Path:
+    """Write one; its tokens never end a text early, because the end token's row of the head is zero."""
+    config = {**CONFIG, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    model = Decoder(DecoderConfig.from_hf(config))
+    state = {
+        name: torch.ones(value.shape) if value.dim() == 1 else torch.randn(value.shape, generator=generator) * 0.2
+        for name, value in model.state_dict().items()
+    }
+    state["lm_head.weight"][config["eos_token_id"]] = 0.0
+    save_file(state, folder / "model.safetensors")
+    return folder

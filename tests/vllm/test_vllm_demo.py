@@ -1,0 +1,108 @@
+"""The demo with its thinker on vLLM: the same plans, pictures at the end, and a kernel that knows nothing of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import omni_notebook as omni
+from omni_notebook.engine.async_omni import AsyncOmni
+from omni_notebook.errors import ArgumentError, ConfigError, UnsupportedError
+from tests.engine.engine_helpers import collect, golden
+
+if TYPE_CHECKING:
+    from omni_notebook.protocol import OmniRequestOutput
+
+PROMPTS = (
+    "a red star above a blue circle",
+    "two blue squares",
+    "a pink heart with a red star to its left",
+    "draw a yellow cross in the middle, please",
+    "a green triangle below a white circle and a red square on the right",
+)
+
+
+async def plans(engine: AsyncOmni) -> list[tuple[list[int], str]]:
+    last: list[OmniRequestOutput] = [
+        (await collect(engine, prompt, output_modalities="text"))[-1] for prompt in PROMPTS
+    ]
+    return [(out.outputs[0].token_ids, out.text) for out in last]
+
+
+def test_both_runtimes_write_the_same_plans_token_for_token(demo: AsyncOmni) -> None:
+    with AsyncOmni("demo") as ours:
+        expected = asyncio.run(plans(ours))
+    assert asyncio.run(plans(demo)) == expected
+    assert [stage.runtime for stage in demo.status().stages] == ["vllm", "torch"]
+
+
+def test_several_at_once_write_what_each_writes_alone(demo: AsyncOmni) -> None:
+    async def at_once() -> list[str]:
+        outs = await asyncio.gather(*(collect(demo, prompt, output_modalities="text") for prompt in PROMPTS))
+        return [out[-1].text for out in outs]
+
+    assert asyncio.run(at_once()) == [text for _, text in asyncio.run(plans(demo))]
+
+
+@pytest.mark.parametrize("levels", [(1, 2), (2, 1)])
+def test_the_picture_is_the_same_after_both_stages_slept(demo: AsyncOmni, levels: tuple[int, int]) -> None:
+    async def scenario() -> None:
+        before = await golden(demo)
+        for stage_id, level in enumerate(levels):
+            acks = await demo.sleep([stage_id], level=level)
+            assert [ack.status for ack in acks] == ["SUCCESS"]
+        assert [ack.status for ack in await demo.wake_up()] == ["SUCCESS"] * 2
+        assert await golden(demo) == before
+
+    asyncio.run(scenario())
+
+
+def test_an_audit_of_the_vllm_stage_passes(demo: AsyncOmni) -> None:
+    report = omni.audit(demo, [0], level=2, cycles=2, prompt=PROMPTS[0], sampling_params={"num_inference_steps": 3})
+    assert report.verdict == "PASS", report
+
+
+def test_the_kernel_s_process_stays_as_it_was(demo: AsyncOmni) -> None:
+    assert "vllm" not in sys.modules
+    assert logging.getLogger("vllm").handlers == []
+    assert any("vLLM" in line or "vllm" in line.lower() for line in demo.logs(0))
+
+
+def test_bad_requests_end_alone(demo: AsyncOmni) -> None:
+    async def scenario() -> None:
+        before = await plans(demo)
+        with pytest.raises(ArgumentError, match="empty"):
+            await collect(demo, " ", output_modalities="text")
+        with pytest.raises(Exception, match=r"(?i)vocab|token id"):
+            await collect(demo, {"prompt_token_ids": [10**6]}, output_modalities="text")
+        with pytest.raises(Exception, match=r"(?i)length|longer|exceed"):
+            await collect(demo, {"prompt_token_ids": [5] * 300}, output_modalities="text")
+        assert await plans(demo) == before
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"runtime": "vllm", "stage_overrides": {1: {"runtime": "vllm"}}}, "runs 'ar' stages"),
+        ({"stage_overrides": {0: {"runtime": "vllm", "executor": "uni"}}}, "processes of its own"),
+        ({"engine_args": {"enforce_eager": True}}, "engine_args are for runtime='vllm'"),
+    ],
+)
+def test_what_can_not_run_on_vllm_is_refused_before_anything_starts(options: dict, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        AsyncOmni("demo", **options)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("max_num_seqs", "use max_num_seqs="), ("worker_extension_cls", "set by this package"), ("model", "use model=")],
+)
+def test_engine_args_do_not_take_what_is_the_stage_s(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AsyncOmni("demo", stage_overrides={0: {"runtime": "vllm", "engine_args": {key: "x"}}})

@@ -1,0 +1,140 @@
+"""How vLLM's processes end, by someone's hand or their own: the cause is named, nothing is left, others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from omni_notebook.config import DEMO_FOLDER
+from omni_notebook.engine.async_omni import AsyncOmni
+from omni_notebook.errors import ConfigError, StageFailedError
+from omni_notebook.worker.vllm.versions import UntestedVersionWarning, warn_if_untested
+from tests.engine.engine_helpers import collect, until
+from tests.vllm.conftest import NOTHING, SMALL, Left
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PLAN = "red star top center"
+THINKER = str(DEMO_FOLDER / "thinker")
+
+
+@pytest.fixture
+def before() -> Left:
+    return Left.now()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[AsyncOmni]:
+    """The demo, its thinker on vLLM with two ranks."""
+    thinker = {"runtime": "vllm", "tensor_parallel_size": 2, "engine_args": SMALL}
+    with AsyncOmni("demo", stage_overrides={0: thinker}) as pair:
+        yield pair
+
+
+def _core(engine: AsyncOmni) -> int:
+    """The process id of vLLM's engine core: the parent of the ranks' processes."""
+    return psutil.Process(engine.status().stages[0].ranks[0].pid).ppid()
+
+
+@pytest.mark.parametrize("victim", ["rank 1", "vLLM's engine core"])
+def test_a_process_that_is_killed_fails_the_stage_by_name_and_a_restart_serves_again(
+    pair: AsyncOmni, before: Left, victim: str
+) -> None:
+    async def scenario() -> None:
+        golden = (await collect(pair, output_modalities="text"))[-1].text
+        pid = pair.status().stages[0].ranks[1].pid if victim == "rank 1" else _core(pair)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: str(pair.status().stages[0].state) == "FAILED")
+        stage = pair.status().stages[0]
+        assert f"{victim} (pid {pid}) ended" in stage.last_error
+        assert "restart(0)" in stage.last_error
+        assert [rank.alive for rank in stage.ranks] == [False, False]
+        with pytest.raises(StageFailedError):
+            await pair.sleep([0], level=1)
+        picture = await pair.sleep([1], level=1)
+        assert [ack.status for ack in picture] == ["SUCCESS"]
+        await pair.wake_up([1])
+        await pair.restart(0)
+        assert (await collect(pair, output_modalities="text"))[-1].text == golden
+
+    asyncio.run(scenario())
+
+
+def _broken(folder: Path) -> str:
+    shutil.copytree(THINKER, folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "broken", "message"),
+    [
+        ({"no_such_option": 1}, False, "unexpected keyword argument 'no_such_option'"),
+        ({"kv_cache_memory_bytes": 1024}, False, "No available memory for the cache blocks"),
+        ({}, True, "SafetensorError: .*file not fully covered"),
+    ],
+    ids=["unknown option", "no room for the cache", "half a checkpoint"],
+)
+def test_a_start_that_fails_says_the_root_cause_and_leaves_nothing(
+    before: Left, tmp_path: Path, arguments: dict, broken: bool, message: str
+) -> None:
+    model = _broken(tmp_path / "half") if broken else THINKER
+    with pytest.raises(ConfigError, match=message):
+        AsyncOmni(model, runtime="vllm", engine_args={**SMALL, **arguments})
+    asyncio.run(until(lambda: before.since() == NOTHING))
+
+
+KERNEL = f"""
+from omni_notebook import AsyncOmni
+engine = AsyncOmni({THINKER!r}, runtime="vllm", engine_args={SMALL!r})
+print("ready", flush=True)
+import time
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("moment", ["while it starts", "when it is ready"])
+def test_nothing_outlives_a_kernel_that_is_killed(before: Left, moment: str) -> None:
+    kernel = subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with kernel:
+        kernel.stdin.write(KERNEL)
+        kernel.stdin.close()
+        if moment == "when it is ready":
+            assert kernel.stdout.readline() == "ready\n"
+        else:
+            asyncio.run(until(lambda: before.since().pids, seconds=60))
+        kernel.kill()
+    asyncio.run(until(lambda: not before.since().pids, seconds=10))
+    if moment == "when it is ready":
+        asyncio.run(until(lambda: not before.since().memory, seconds=10))
+
+
+def test_a_shutdown_is_quick_and_leaves_nothing(before: Left) -> None:
+    engine = AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL)
+    began_s = time.perf_counter()
+    engine.shutdown()
+    assert time.perf_counter() - began_s < 5
+    asyncio.run(until(lambda: before.since() == NOTHING))
+
+
+@pytest.mark.parametrize(("version", "warned"), [("0.23.1", True), ("0.24.0", False), ("0.32.0", False), ("1.0", True)])
+def test_an_untested_version_warns_once(version: str, warned: bool) -> None:
+    warn_if_untested.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_untested(version)
+        warn_if_untested(version)
+    assert [one.category for one in caught] == [UntestedVersionWarning] * warned

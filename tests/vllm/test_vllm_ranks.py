@@ -1,0 +1,232 @@
+"""Two ranks of a real vLLM: what each gives back, that the same tokens come after, and what pauses do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+
+from omni_notebook.errors import AsleepError, ConfigError, SleepError, StageBusyError, UnsupportedError
+from omni_notebook.protocol import MIB, LoRARequest
+from tests import adapters
+from tests.engine.engine_helpers import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omni_notebook.engine.async_omni import AsyncOmni
+    from omni_notebook.protocol import OmniRequestOutput
+
+PROMPT = {"prompt_token_ids": list(range(3, 303))}  # more than two blocks of the cache
+LONG = {"max_tokens": 600}
+SHORT = {"max_tokens": 24}
+
+
+async def outputs(engine: AsyncOmni, params: dict[str, Any] = SHORT, **known: Any) -> list[OmniRequestOutput]:
+    return [out async for out in engine.generate(PROMPT, sampling_params=params, **known)]
+
+
+async def tokens(engine: AsyncOmni, params: dict[str, Any] = SHORT, **known: Any) -> list[int]:
+    return (await outputs(engine, params, **known))[-1].outputs[0].token_ids
+
+
+async def begun(engine: AsyncOmni, count: int, params: dict[str, Any] = LONG) -> list[asyncio.Task[Any]]:
+    """Requests of which each has delivered a token."""
+    seen = [asyncio.Event() for _ in range(count)]
+
+    async def follow(place: int) -> OmniRequestOutput:
+        news = engine.generate(PROMPT, sampling_params=params, request_id=f"request-{place}")
+        found = [await anext(news)]
+        seen[place].set()
+        return [*found, *[out async for out in news]][-1]
+
+    tasks = [asyncio.create_task(follow(place)) for place in range(count)]
+    await asyncio.gather(*(event.wait() for event in seen))
+    return tasks
+
+
+def rss(pid: int) -> int:
+    return psutil.Process(pid).memory_info().rss
+
+
+def pids(engine: AsyncOmni) -> list[int]:
+    return [rank.pid for rank in engine.status().stages[0].ranks]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_each_rank_answers_for_itself_and_its_process_shrinks_by_what_it_says(two: AsyncOmni, level: int) -> None:
+    before = {pid: rss(pid) for pid in pids(two)}
+    acks = asyncio.run(two.sleep([0], level=level))
+    assert [(ack.status, ack.rank) for ack in acks] == [("SUCCESS", 0), ("SUCCESS", 1)]
+    assert len({ack.metadata["pid"] for ack in acks}) == 2
+    assert len({ack.task_id for ack in acks}) == 1
+    for ack in acks:
+        assert set(ack.metadata["tags"]) == {"weights", "kv_cache"}
+        assert ack.freed_bytes == ack.metadata["expected_bytes"] == ack.metadata["observed_bytes"]
+        assert ack.freed_bytes >= 64 * MIB
+        shrunk = before[ack.metadata["pid"]] - rss(ack.metadata["pid"])
+        assert shrunk == pytest.approx(ack.freed_bytes, abs=4 * MIB)
+        assert ack.metadata["residual_bytes"] == pytest.approx(rss(ack.metadata["pid"]), abs=4 * MIB)
+    woken = asyncio.run(two.wake_up([0]))
+    assert [(ack.status, ack.metadata["state"]) for ack in woken] == [("SUCCESS", "WARM")] * 2
+    assert all(ack.metadata["mapped_bytes"] >= 64 * MIB for ack in woken)
+
+
+def test_twenty_cycles_of_both_levels_leave_the_same_tokens_and_no_stale_cache(two: AsyncOmni) -> None:
+    golden = asyncio.run(tokens(two))
+    residuals = []
+    for cycle in range(20):
+        acks = asyncio.run(two.sleep([0], level=1 + cycle % 2))
+        residuals.append(max(ack.metadata["residual_bytes"] for ack in acks))
+        asyncio.run(two.wake_up([0]))
+        first, second = (asyncio.run(outputs(two))[-1] for _ in range(2))
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids == golden
+        assert first.metrics["cached_tokens"] == 0
+        assert second.metrics["cached_tokens"] > 0
+    assert residuals[-1] - residuals[3] < 8 * MIB
+
+
+@pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_wake_by_tags_serves_only_when_it_is_whole(two: AsyncOmni, level: int, order: tuple[str, str]) -> None:
+    golden = asyncio.run(tokens(two))
+    asyncio.run(two.sleep([0], level=level))
+    asyncio.run(two.wake_up([0], tags=[order[0]]))
+    assert str(two.status().stages[0].state) == "PARTLY_AWAKE"
+    with pytest.raises(AsleepError):
+        asyncio.run(tokens(two, admission_timeout=0))
+    asyncio.run(two.wake_up([0], tags=[order[1]]))
+    assert asyncio.run(tokens(two)) == golden
+
+
+def test_a_sleep_with_requests_is_refused_and_with_keep_loses_no_token(two: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two, LONG)
+        for level in (1, 2):
+            running = await begun(two, 3)
+            with pytest.raises(StageBusyError):
+                await two.sleep([0], level=level)
+            await two.pause_generation(mode="keep")
+            await two.sleep([0], level=level)
+            assert two.status().stages[0].running == 3
+            await two.wake_up([0])
+            assert not any(task.done() for task in running)
+            await two.resume_generation()
+            assert [(await task).outputs[0].token_ids for task in running] == [golden] * 3
+
+    asyncio.run(scenario())
+
+
+def test_a_keep_pause_freezes_streams_and_resume_goes_on(two: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two, LONG)
+        (task,) = await begun(two, 1)
+        await two.pause_generation(mode="keep")
+        assert two.status().stages[0].running == 1
+        done, _ = await asyncio.wait({task}, timeout=0.3)
+        assert not done
+        await two.resume_generation()
+        assert (await task).outputs[0].token_ids == golden
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_pause_ends_requests_and_a_wait_pause_lets_them_end(two: AsyncOmni) -> None:
+    async def scenario() -> None:
+        running = await begun(two, 2)
+        await two.pause_generation(mode="abort")
+        assert [str((await task).state) for task in running] == ["aborted"] * 2
+        await two.resume_generation()
+        golden = await tokens(two, LONG)
+        running = await begun(two, 2)
+        await two.pause_generation(mode="wait")
+        assert all(task.done() for task in running)
+        assert [(await task).outputs[0].token_ids for task in running] == [golden] * 2
+        await two.resume_generation()
+
+    asyncio.run(scenario())
+
+
+def test_an_aborted_request_ends_alone(two: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two, LONG)
+        running = await begun(two, 2)
+        await two.abort("request-0")
+        assert str((await running[0]).state) == "aborted"
+        assert (await running[1]).outputs[0].token_ids == golden
+        await until(lambda: two.status().stages[0].running == 0)
+
+    asyncio.run(scenario())
+
+
+def test_new_weights_from_a_folder_are_what_runs_and_what_a_level_2_wakes_to(
+    two: AsyncOmni, llama: Path, other_llama: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        old = two.status().stages[0].weight_version
+        await two.load_weights(0, str(other_llama), version="other")
+        changed = await tokens(two)
+        assert changed != golden
+        assert two.status().stages[0].weight_version == "other"
+        await two.sleep([0], level=2)
+        await two.wake_up([0])
+        assert await tokens(two) == changed
+        await two.load_weights(0, str(llama))
+        assert await tokens(two) == golden
+        assert two.status().stages[0].weight_version == old
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) -> None:
+    from tests.vllm.models import random_llama
+
+    wide = random_llama(tmp_path, seed=3, intermediate_size=768)
+
+    async def scenario() -> None:
+        golden = await tokens(two)
+        with pytest.raises(ConfigError, match=r"mlp.* has shape"):
+            await two.load_weights(0, str(wide))
+        with pytest.raises(UnsupportedError, match="checkpoint folder"):
+            await two.load_weights(0, {"lm_head.weight": torch.zeros(512, 256)})
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni, tmp_path: Path) -> None:
+    shapes = two._core.stages[0].model.adaptable
+    path = adapters.write(tmp_path / "style", adapters.matrices(shapes, seed=1, size=2.0))
+    request = LoRARequest("style", 1, str(path))
+
+    async def scenario() -> None:
+        golden = await tokens(two)
+        await two.add_lora(request)
+        styled = await tokens(two, lora_request=request)
+        assert styled != golden
+        for level in (1, 2):
+            await two.sleep([0], level=level)
+            await two.wake_up([0])
+            assert await tokens(two, lora_request=request) == styled
+            assert await tokens(two) == golden
+        await two.remove_lora(1)
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_can_not_back_up_leaves_all_awake(two: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        with pytest.raises(SleepError) as caught:
+            await two.sleep([0], level=1, timeout=1e-6)
+        assert len(caught.value.acks) == 2
+        assert str(two.status().stages[0].state) in {"AWAKE", "FAILED"}
+        assert str(two.status().stages[0].state) == "AWAKE"
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())

@@ -9,7 +9,6 @@ import msgspec
 
 from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import WEIGHTS, PrepareReport
-from omni_notebook.memory.host import process_memory
 from omni_notebook.protocol import PhasesMs, SleepTask
 from omni_notebook.worker.rank import ms_since, no_such
 
@@ -88,7 +87,7 @@ class SleepOrders:
             task_id,
             plan.prepared,
             unmapped,
-            process_memory(),
+            self._rank.pool.held(),
             level=self._rank.level,
             recoverable=plan.unrecoverable is None and (task.level == 1 or self._rank.weights.source is not None),
             host_freed_bytes=dropped,
@@ -143,7 +142,7 @@ class SleepOrders:
         return self._rank.acks.dropped(
             task.task_id,
             freed,
-            process_memory(),
+            self._rank.pool.held(),
             level=2,
             recoverable=why is None,
             host_backup_bytes=self._rank.pool.host_backup_bytes(),

@@ -413,8 +413,7 @@ def cumem_pool(index: int) -> CumemPool:
     Raises:
         UnsupportedError: there is no CUDA device or no such allocator, or expandable segments are on.
     """
-    from omni_notebook.memory.device.nvml import NvmlProbe  # noqa: PLC0415  (touches the device)
-    from omni_notebook.memory.device.vllm_driver import VllmDriver  # noqa: PLC0415
+    from omni_notebook.memory.device.nvml import nvml_probe  # noqa: PLC0415  (these touch the device)
+    from omni_notebook.memory.device.vllm_driver import vllm_driver  # noqa: PLC0415
 
-    driver = VllmDriver(index)
-    return CumemPool(driver, NvmlProbe(index))
+    return CumemPool(vllm_driver(index), nvml_probe(index))

@@ -155,9 +155,9 @@ def test_tracking_that_is_taken_away_copies_all_and_loses_nothing(tmp_path):
 
 def plain_sums(data):
     """The definition, in Python's own integers."""
-    from omni_notebook.memory.checksum import _weights
+    from omni_notebook.memory.checksum import chunk_weights
 
-    low, high = _weights()
+    low, high = chunk_weights()
     words = np.frombuffer(data, "<u8").tolist()
     one = sum(word * int(weight) for word, weight in zip(words, low, strict=False))
     two = sum((word >> 32) * int(weight) for word, weight in zip(words, high, strict=False))

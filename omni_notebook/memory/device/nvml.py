@@ -23,18 +23,21 @@ class NvmlProbe:
 
     Args:
         index: torch's number of the device.
+        nvml: `pynvml`, or None where it is not installed.
+        cuda: `torch.cuda`.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, nvml: Any, *, cuda: Any = torch.cuda) -> None:
         self._index = index
+        self._cuda = cuda
         self._pid = os.getpid()
-        properties = torch.cuda.get_device_properties(index)
-        self._uuid = str(properties.uuid)
-        self._nvml, self._handle = _open(self._uuid)
+        self._uuid = str(cuda.get_device_properties(index).uuid)
+        self._nvml = nvml
+        self._handle = None if nvml is None else _handle(nvml, self._uuid)
 
     def process_bytes(self) -> int | None:
         """What this process holds; None where NVML is not there, hides process ids or does not tell bytes."""
-        if self._nvml is None:
+        if self._handle is None:
             return None
         try:
             running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
@@ -45,7 +48,7 @@ class NvmlProbe:
 
     def device_bytes(self) -> int:
         """What all processes hold."""
-        free, total = torch.cuda.mem_get_info(self._index)
+        free, total = self._cuda.mem_get_info(self._index)
         return int(total - free)
 
     @contextlib.contextmanager
@@ -76,15 +79,20 @@ def _locked(fd: int) -> bool:
             return True
 
 
-def _open(uuid: str) -> tuple[Any, Any]:
-    """The module and the device's handle, or twice None."""
+def _handle(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of the device with torch's `uuid`, or None."""
+    try:
+        nvml.nvmlInit()
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return nvml.nvmlDeviceGetHandleByUUID(name)
+    except nvml.NVMLError:
+        return None
+
+
+def nvml_probe(index: int) -> NvmlProbe:
+    """The probe of this process, with whatever NVML there is."""
     try:
         import pynvml  # noqa: PLC0415  (only CUDA machines have it)
     except ImportError:
-        return None, None
-    try:
-        pynvml.nvmlInit()
-        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(name)
-    except pynvml.NVMLError:
-        return None, None
+        return NvmlProbe(index, None)
+    return NvmlProbe(index, pynvml)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,28 +30,25 @@ class VllmDriver:
 
     Args:
         index: torch's number of the device.
-
-    Raises:
-        UnsupportedError: there is no such allocator here; names the reason.
+        cumem: `vllm.device_allocator.cumem`.
+        cuda: `torch.cuda`.
+        driver: `memory.device.libcuda`.
     """
 
-    def __init__(self, index: int) -> None:
-        reason = why_no_cumem()
-        if reason is not None:
-            raise UnsupportedError(reason)
-        from vllm.device_allocator import cumem  # noqa: PLC0415  (takes seconds)
-
+    def __init__(self, index: int, cumem: Any, *, cuda: Any = torch.cuda, driver: Any = libcuda) -> None:
         self._index = index
-        self._cumem: Any = cumem
-        self._allocator: Any = cumem.CuMemAllocator.get_instance()
+        self._cumem = cumem
+        self._cuda = cuda
+        self._driver = driver
+        self._allocator = cumem.CuMemAllocator.get_instance()
         self.device = f"cuda:{index}"
-        self.device_name = torch.cuda.get_device_name(index)
+        self.device_name = str(cuda.get_device_name(index))
 
     def enter(self) -> None:
         """See `Driver.enter`."""
         with _driver_errors("synchronize"):
-            torch.cuda.set_device(self._index)
-            torch.cuda.synchronize(self._index)
+            self._cuda.set_device(self._index)
+            self._cuda.synchronize(self._index)
 
     # ---------------------------------------------------------------------------------- books
 
@@ -105,12 +101,13 @@ class VllmDriver:
 
     def is_mapped(self, allocation: Allocation) -> bool | None:
         """See `Driver.is_mapped`."""
-        return libcuda.is_mapped(allocation.address)
+        mapped: bool | None = self._driver.is_mapped(allocation.address)
+        return mapped
 
     def map_placeholder(self, allocation: Allocation) -> None:
         """See `Driver.map_placeholder`."""
         device, n_bytes, address, cell = allocation.data.handle
-        libcuda.map_alias(device, address, n_bytes, cell)
+        self._driver.map_alias(device, address, n_bytes, cell)
 
     def clear_error(self) -> None:
         """See `Driver.clear_error`: the extension forgets an error once it has raised one."""
@@ -131,33 +128,32 @@ class VllmDriver:
 
     def pin(self, address: int, n_bytes: int) -> bool:
         """See `Driver.pin`."""
-        pinned = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, 0)) == 0
+        pinned = int(self._cuda.cudart().cudaHostRegister(address, n_bytes, 0)) == 0
         if not pinned:
             self._cumem.libcudart.lib.cudaGetLastError()  # or the next kernel's check finds it
         return pinned
 
     def unpin(self, address: int) -> None:
         """See `Driver.unpin`."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+        self._cuda.cudart().cudaHostUnregister(address)
 
     # ------------------------------------------------------------------------------- measuring
 
     def trim(self) -> None:
         """See `Driver.trim`."""
-        gc.collect()
         with _driver_errors("empty_cache"):
-            torch.cuda.empty_cache()
+            self._cuda.empty_cache()
 
     def free_bytes(self) -> int:
         """See `Driver.free_bytes`."""
         with _driver_errors("mem_get_info"):
-            return int(torch.cuda.mem_get_info(self._index)[0])
+            return int(self._cuda.mem_get_info(self._index)[0])
 
     def reserved(self) -> Reserved:
         """See `Driver.reserved`; pools of the allocator itself are not counted, mapped or not."""
         ours = set(self._pool_ids())
         untagged = graphs = 0
-        for segment in torch.cuda.memory_snapshot():
+        for segment in self._cuda.memory_snapshot():
             pool = tuple(segment.get("segment_pool_id", _ORDINARY_POOL))
             if segment["device"] != self._index or pool in ours:
                 continue
@@ -199,3 +195,17 @@ def why_no_cumem() -> str | None:
     except ImportError as error:
         return f"vLLM's allocator can not be imported ({error})"
     return None if cumem.cumem_available else "this vLLM was built without its CUDA allocator extension"
+
+
+def vllm_driver(index: int) -> VllmDriver:
+    """The driver of this process's allocator.
+
+    Raises:
+        UnsupportedError: there is none here; names the reason.
+    """
+    reason = why_no_cumem()
+    if reason is not None:
+        raise UnsupportedError(reason)
+    from vllm.device_allocator import cumem  # noqa: PLC0415  (takes seconds)
+
+    return VllmDriver(index, cumem)

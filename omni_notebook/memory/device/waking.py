@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,7 @@ class DeviceWaking:
         """
         needed = sum(segment.size_bytes for segment in waiting)
         if needed > self._core.driver.free_bytes():
+            gc.collect()
             self._core.driver.trim()
             free = self._core.driver.free_bytes()
             if needed > free:

@@ -413,6 +413,7 @@ def cumem_pool(index: int) -> CumemPool:
     Raises:
         UnsupportedError: there is no CUDA device or no such allocator, or expandable segments are on.
     """
+    refuse_expandable_segments(os.environ)
     from omni_notebook.memory.device.nvml import nvml_probe  # noqa: PLC0415  (these touch the device)
     from omni_notebook.memory.device.vllm_driver import vllm_driver  # noqa: PLC0415
 

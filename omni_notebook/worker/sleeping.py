@@ -73,13 +73,21 @@ class SleepOrders:
         return self._rank.weights.why_unrecoverable(modified=self._rank.pool.modified_in_backup(WEIGHTS))
 
     def commit_sleep(self, task_id: str) -> OmniACK:
-        """Give the pages up, measure, answer."""
+        """Give the pages up, measure, answer.
+
+        Raises:
+            DeviceError: the device kept all of them; memory is as before the prepare.
+        """
         plan = self._sleeping
         if plan is None or plan.task.task_id != task_id:
             raise OmniError(no_such("sleep", task_id))
         self._sleeping = None
         self._rank.cancelled.discard(task_id)
-        unmapped = self._rank.pool.commit_sleep()
+        try:
+            unmapped = self._rank.pool.commit_sleep()
+        except BaseException:
+            self._rank.pool.abort_sleep()
+            raise
         task = plan.task
         self._rank.note(task_id, tuple(unmapped.freed), task.level, slept=True)
         dropped = self._after_unmap(plan, unmapped.freed)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from omni_notebook.memory.base import DeviceError, HostMemory
 from omni_notebook.memory.cumem import CumemPool
@@ -373,3 +374,45 @@ class Machine:
     def free(self, tensor: torch.Tensor) -> None:
         """Free its segment, as torch does some time after the last tensor in it went."""
         self.cumem.my_free(tensor.untyped_storage().data_ptr())
+
+
+class Model(nn.Module):
+    """Two parameters, one of them transposed as quantised ones are, a buffer, a scale that is no buffer."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.big = nn.Parameter(machine.tensor("weights", (1024, 1536)), requires_grad=False)  # 6 MiB
+        self.turned = nn.Parameter(machine.tensor("weights", (256, 100)).t(), requires_grad=False)
+        self.register_buffer("table", machine.tensor("weights", (64,)))
+        self.scale = machine.tensor("weights", (3,))
+
+
+class Rig:
+    """A model and a cache on such a machine, and a pool that knows them."""
+
+    def __init__(self, data_class=OldData, capacity=64 * MIB):
+        self.machine = Machine(capacity, data_class)
+        self.gpu, self.cumem = self.machine.gpu, self.machine.cumem
+        self.model = Model(self.machine)
+        self.cache = nn.Module()
+        self.cache.register_buffer("kv", self.machine.tensor("kv_cache", (4 * MIB,), torch.uint8))
+        self.fill()
+        self.pool = self.machine.pool()
+        self.pool.adopt(self.model)
+        self.pool.adopt(self.cache, "kv_cache")
+        self.pool.keep("weights", [self.model.table, *self.pool.loose_tensors("weights")])
+
+    def tensors(self):
+        return [self.model.big, self.model.turned, self.model.table, self.model.scale]
+
+    def fill(self):
+        generator = torch.Generator().manual_seed(7)
+        for tensor in self.tensors():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        self.cache.kv.fill_(5)
+
+    def copies(self):
+        return [tensor.clone() for tensor in self.tensors()]
+
+    def weights_bytes(self):
+        return self.pool.tags()["weights"].span_bytes

@@ -16,48 +16,8 @@ from omni_notebook.memory.base import DeviceError, TransitionCancelledError, Tra
 from omni_notebook.memory.checksum import sum_bytes
 from omni_notebook.memory.device.checksum import Summer, pieces
 from omni_notebook.protocol import TagMemory
-from tests.memory.fake_cuda import CONTEXT_BYTES, GRANULE, INVALID, MIB, OUT_OF_MEMORY, Machine, NewData, OldData
+from tests.memory.fake_cuda import CONTEXT_BYTES, GRANULE, INVALID, MIB, OUT_OF_MEMORY, Machine, NewData, OldData, Rig
 from tests.memory.pools import sleep, wake
-
-
-class Model(nn.Module):
-    """Two parameters, one of them transposed as quantised ones are, a buffer, a scale that is no buffer."""
-
-    def __init__(self, machine: Machine) -> None:
-        super().__init__()
-        self.big = nn.Parameter(machine.tensor("weights", (1024, 1536)), requires_grad=False)  # 6 MiB
-        self.turned = nn.Parameter(machine.tensor("weights", (256, 100)).t(), requires_grad=False)
-        self.register_buffer("table", machine.tensor("weights", (64,)))
-        self.scale = machine.tensor("weights", (3,))
-
-
-class Rig:
-    def __init__(self, data_class=OldData, capacity=64 * MIB):
-        self.machine = Machine(capacity, data_class)
-        self.gpu, self.cumem = self.machine.gpu, self.machine.cumem
-        self.model = Model(self.machine)
-        self.cache = nn.Module()
-        self.cache.register_buffer("kv", self.machine.tensor("kv_cache", (4 * MIB,), torch.uint8))
-        self.fill()
-        self.pool = self.machine.pool()
-        self.pool.adopt(self.model)
-        self.pool.adopt(self.cache, "kv_cache")
-        self.pool.keep("weights", [self.model.table, *self.pool.loose_tensors("weights")])
-
-    def tensors(self):
-        return [self.model.big, self.model.turned, self.model.table, self.model.scale]
-
-    def fill(self):
-        generator = torch.Generator().manual_seed(7)
-        for tensor in self.tensors():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-        self.cache.kv.fill_(5)
-
-    def copies(self):
-        return [tensor.clone() for tensor in self.tensors()]
-
-    def weights_bytes(self):
-        return self.pool.tags()["weights"].span_bytes
 
 
 @pytest.fixture(params=[OldData, NewData], ids=["vllm-0.24", "vllm-later"])

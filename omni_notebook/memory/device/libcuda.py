@@ -13,6 +13,8 @@ from omni_notebook.memory.base import DeviceError
 
 GRANULE = 2 * 1024**2
 _MAPPED_ATTRIBUTE = 13  # CU_POINTER_ATTRIBUTE_MAPPED
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
+_NO_ROOM = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _PINNED_MEMORY = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 
@@ -49,6 +51,8 @@ def is_mapped(address: int) -> bool | None:
         error = _driver().cuPointerGetAttribute(ctypes.byref(mapped), _MAPPED_ATTRIBUTE, address)
     except OSError:
         return None
+    if error == _INVALID_VALUE:  # an address that the driver knows no memory for
+        return False
     return bool(mapped.value & 0xFF) if error == 0 else None
 
 
@@ -80,4 +84,4 @@ def map_alias(device: int, address: int, n_bytes: int, cell: int) -> None:
 def _check(call: str, error: int) -> None:
     if error:
         msg = f"{call}: CUDA driver error {error}"
-        raise DeviceError(msg, no_room=error == 2)
+        raise DeviceError(msg, no_room=error == _NO_ROOM)

@@ -43,6 +43,9 @@ class VllmDriver:
         self._allocator = cumem.CuMemAllocator.get_instance()
         self.device = f"cuda:{index}"
         self.device_name = str(cuda.get_device_name(index))
+        cuda.set_device(index)
+        # vLLM is awake when this is made: a driver that calls nothing mapped can not be asked.
+        self._tells = any(driver.is_mapped(address) is True for address in self.allocations())
 
     def enter(self) -> None:
         """See `Driver.enter`."""
@@ -101,6 +104,8 @@ class VllmDriver:
 
     def is_mapped(self, allocation: Allocation) -> bool | None:
         """See `Driver.is_mapped`."""
+        if not self._tells:
+            return None
         mapped: bool | None = self._driver.is_mapped(allocation.address)
         return mapped
 

@@ -11,9 +11,8 @@ from omni_notebook.errors import UnsupportedError
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, Held, TagInfo, TransitionOrderError
 from omni_notebook.memory.books import TagState
 from omni_notebook.memory.device.core import DeviceCore
+from omni_notebook.memory.device.settings import refuse_expandable_segments
 from omni_notebook.memory.device.sleeping import DeviceSleeping, host_bytes
-from omni_notebook.memory.device.tags import DeviceTag, KeptRange
-from omni_notebook.memory.device.tensors import plain_tensors, span_of
 from omni_notebook.memory.device.waking import DeviceWaking
 from omni_notebook.memory.host import host_memory
 from omni_notebook.memory.lanes import never
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
 
     from omni_notebook.memory.base import HostMemory, MapReport, PrepareReport, RestoreReport, SleepPlan, UnmapReport
     from omni_notebook.memory.device.driver import Driver, Probe
+    from omni_notebook.memory.device.tags import DeviceTag
 
 SETTLE_S = 0.25
 """How long a measurement waits for the driver's own books to follow."""
-
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class CumemPool:
@@ -121,17 +119,7 @@ class CumemPool:
             self._core.refresh()
             self._core.books.named((tag,))
             for tensor in tensors:
-                for name, plain in plain_tensors("kept", tensor):
-                    self._keep(name, plain)
-
-    def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        span = span_of(name, tensor, self._core.table)
-        if span is None:
-            return
-        kept = self._core.books[span.segment.tag].kept
-        one = KeptRange(span.segment, span.offset, span.n_bytes)
-        if one not in kept:
-            kept.append(one)
+                self._core.keep(tensor)
 
     def discard(self, tag: str) -> NoReturn:
         """Refuse: vLLM frees.
@@ -197,19 +185,15 @@ class CumemPool:
         `other` is the rest: the CUDA context, communicators, libraries. Where the driver hides this process, the total
         is all processes', and `other` is not told.
         """
-        core = self._core
-        reserved, mapped = core.driver.reserved(), core.table.mapped_bytes()
-        ours = core.probe.process_bytes()
+        reserved, mapped = self._core.driver.reserved(), self._core.table.mapped_bytes()
+        total, scope = self._core.reading()
         known = mapped + reserved.untagged_bytes + reserved.graphs_bytes
-        seen = ours is not None and ours >= mapped
         parts = ResidualBytes(
             untagged=reserved.untagged_bytes,
             graphs=reserved.graphs_bytes,
-            other=max(0, ours - known) if ours is not None and seen else None,
+            other=max(0, total - known) if scope == "process" else None,
         )
-        if ours is not None and seen:
-            return Held(total_bytes=ours, scope="process", parts=parts)
-        return Held(total_bytes=core.probe.device_bytes(), scope="device", parts=parts)
+        return Held(total_bytes=total, scope=scope, parts=parts)
 
     def plan(self, level: int, tags: Collection[str] | None = None) -> SleepPlan:
         """What a sleep of `tags` (None = all that are awake) would free and copy; tags that sleep count nothing.
@@ -390,31 +374,22 @@ class CumemPool:
             self._core.modules.clear()
 
 
-def refuse_expandable_segments(environ: Mapping[str, str]) -> None:
-    """Refuse torch's expandable segments: they take memory where no pool sees it.
-
-    Raises:
-        UnsupportedError: they are on; names the variable.
-    """
-    for name in _ALLOCATOR_SETTINGS:
-        for setting in environ.get(name, "").split(","):
-            key, _, value = setting.partition(":")
-            if key.strip() == "expandable_segments" and value.strip().lower() in {"true", "1"}:
-                msg = (
-                    f"{name} turns expandable_segments on; torch then keeps memory that no sleep can give back. "
-                    "Take the setting out and start again"
-                )
-                raise UnsupportedError(msg)
-
-
 def cumem_pool(index: int) -> CumemPool:
     """The pool over vLLM's allocator in this process, for torch's device `index`; vLLM has loaded its model.
 
     Raises:
-        UnsupportedError: there is no CUDA device or no such allocator, or expandable segments are on.
+        UnsupportedError: there is no CUDA device or no such allocator, vLLM does not use it, or expandable segments are
+            on.
     """
     refuse_expandable_segments(os.environ)
     from omni_notebook.memory.device.nvml import nvml_probe  # noqa: PLC0415  (these touch the device)
     from omni_notebook.memory.device.vllm_driver import vllm_driver  # noqa: PLC0415
 
-    return CumemPool(vllm_driver(index), nvml_probe(index))
+    driver = vllm_driver(index)
+    if not driver.allocations():
+        msg = (
+            f"vLLM has allocated nothing on cuda:{index} that can be unmapped; start it with enable_sleep_mode=True, "
+            "and make the pool once its model is loaded"
+        )
+        raise UnsupportedError(msg)
+    return CumemPool(driver, nvml_probe(index))

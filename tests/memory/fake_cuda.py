@@ -242,18 +242,22 @@ class FakeCumem:
         del self.cells[handle[3]]
 
     def _memcpy(self, to, source, n_bytes) -> None:
-        self.calls["memcpy"] += 1
-        if self.faults.get("memcpy", {}).get(self.calls["memcpy"]):
-            msg = "CUDART error: unspecified launch failure"
-            raise RuntimeError(msg)
-        for end in (to, source):
-            if self.gpu.base <= end < self.gpu.next_address:
-                assert self.gpu.is_mapped(end), "an illegal memory access: it would end the context"
+        self._touch("memcpy", to, source)
         ctypes.memmove(to, source, n_bytes)
 
     def _memset(self, address, value, n_bytes) -> None:
-        assert self.gpu.is_mapped(address), "an illegal memory access: it would end the context"
+        self._touch("memset", address)
         ctypes.memset(address, value, n_bytes)
+
+    def _touch(self, name: str, *ends: int) -> None:
+        self.calls[name] += 1
+        fails = self.faults.get(name, {}).get(self.calls[name])
+        for end in ends:
+            if self.gpu.base <= end < self.gpu.next_address and not self.gpu.is_mapped(end):
+                fails = INVALID
+        if fails:
+            msg = f"CUDART error: {TEXT[fails]}"
+            raise RuntimeError(msg)
 
 
 class FakeCuda:

@@ -201,7 +201,7 @@ def test_an_aborted_sleep_leaves_memory_contents_and_host_as_before_it(rig, leve
 def test_a_sleep_that_can_not_copy_changes_nothing(rig):
     before = rig.copies()
     rig.cumem.fail("memcpy", 3)
-    with pytest.raises(DeviceError, match="unspecified launch failure"):
+    with pytest.raises(DeviceError, match="refused to copy: CUDART error"):
         rig.pool.prepare_sleep(1)
     assert rig.pool.host_backup_bytes() == 0
     assert all_equal(rig.copies(), before)

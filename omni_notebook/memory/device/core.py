@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,15 +13,22 @@ from omni_notebook.memory.device.checksum import Summer, digest, pieces
 from omni_notebook.memory.device.copies import Copies, HostCopies
 from omni_notebook.memory.device.segments import SegmentTable
 from omni_notebook.memory.device.tags import WHOLE, DeviceTag, KeptRange
-from omni_notebook.memory.device.tensors import ModuleTensors
+from omni_notebook.memory.device.tensors import ModuleTensors, plain_tensors, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from omni_notebook.memory.base import HostMemory
+    from omni_notebook.memory.base import HostMemory, Scope
     from omni_notebook.memory.device.checksum import TensorSums
     from omni_notebook.memory.device.driver import Driver, Probe
     from omni_notebook.memory.device.tensors import Span
+
+
+class Reading(NamedTuple):
+    """Bytes held on the device, by whom: this process, or all of them where it can not be seen alone."""
+
+    n_bytes: int
+    scope: Scope
 
 
 @dataclass
@@ -94,6 +101,23 @@ class DeviceCore:
                     "changed. Call vLLM's own wake_up first"
                 )
                 raise TransitionOrderError(msg)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's bytes at every level, wherever in the segments it lies."""
+        for name, plain in plain_tensors("kept", tensor):
+            span = span_of(name, plain, self.table)
+            if span is not None:
+                kept = self.books[span.segment.tag].kept
+                one = KeptRange(span.segment, span.offset, span.n_bytes)
+                if one not in kept:
+                    kept.append(one)
+
+    def reading(self) -> Reading:
+        """What is held now; a process that seems to hold less than our mapped segments is another one of that id."""
+        ours = self.probe.process_bytes()
+        if ours is not None and ours >= self.table.mapped_bytes():
+            return Reading(ours, "process")
+        return Reading(self.probe.device_bytes(), "device")
 
     # ------------------------------------------------------------------------------- checksums
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from omni_notebook.memory.arena import no_memory
-from omni_notebook.memory.base import WEIGHTS, DeviceError, PrepareReport, Scope, SleepPlan, UnmapReport
+from omni_notebook.memory.base import WEIGHTS, DeviceError, PrepareReport, SleepPlan, UnmapReport
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
 from omni_notebook.memory.device.tags import WHOLE
@@ -16,17 +16,11 @@ from omni_notebook.protocol import gib
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from omni_notebook.memory.device.core import DeviceCore
+    from omni_notebook.memory.base import Scope
+    from omni_notebook.memory.device.core import DeviceCore, Reading
     from omni_notebook.memory.device.tags import DeviceTag, KeptRange
 
 _POLL_S = 0.005
-
-
-class _Reading(NamedTuple):
-    """Bytes held on the device, by whom: this process, or all of them where it can not be seen alone."""
-
-    n_bytes: int
-    scope: Scope
 
 
 class DeviceSleeping:
@@ -159,26 +153,19 @@ class DeviceSleeping:
         core.driver.enter()
         expected = sum(segment.size_bytes for tag in chosen for segment in tag.slept)
         core.driver.trim()
-        before = self._reading()
+        before = core.reading()
         if before.scope == "process":
             report = self._unmap_measured(chosen, before, None)
         else:
             with core.probe.exclusive() as alone:
-                report = self._unmap_measured(chosen, self._reading(), _device_note(alone=alone))
+                report = self._unmap_measured(chosen, core.reading(), _device_note(alone=alone))
         for tag in chosen:
             tag.state, tag.created = TagState.ASLEEP, []
             if tag.backup not in WHOLE:
                 self._forget(tag)
         return UnmapReport(expected_bytes=expected, **report)  # type: ignore[arg-type]
 
-    def _reading(self) -> _Reading:
-        """What is held now; a process that seems to hold less than our mapped segments is another one of that id."""
-        ours = self._core.probe.process_bytes()
-        if ours is not None and ours >= self._core.table.mapped_bytes():
-            return _Reading(ours, "process")
-        return _Reading(self._core.probe.device_bytes(), "device")
-
-    def _unmap_measured(self, chosen: Sequence[DeviceTag], before: _Reading, note: str | None) -> dict[str, object]:
+    def _unmap_measured(self, chosen: Sequence[DeviceTag], before: Reading, note: str | None) -> dict[str, object]:
         started = time.perf_counter()
         released, notes = self._unmap(chosen)
         unmap_ms = (time.perf_counter() - started) * 1e3
@@ -213,7 +200,7 @@ class DeviceSleeping:
             raise errors[0]
         return released, list(dict.fromkeys(map(str, errors)))
 
-    def _observe(self, before: _Reading, released: int) -> int:
+    def _observe(self, before: Reading, released: int) -> int:
         """Bytes that left since `before`, measured; the driver's books get a moment to follow."""
         deadline = time.monotonic() + self._core.settle_s
         while True:

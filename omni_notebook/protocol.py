@@ -92,7 +92,7 @@ class TagBytes(msgspec.Struct, frozen=True):
     """One tag's part of a sleep: bytes that left the device and where a copy of them is."""
 
     freed: int
-    backup: str | None  # "spill" | "checkpoint" | "host" | None (nothing kept)
+    backup: str | None  # "spill" | "checkpoint" | "pinned" | "pageable" | "host" | None (nothing kept)
 
 
 class PhasesMs(msgspec.Struct, frozen=True, kw_only=True):

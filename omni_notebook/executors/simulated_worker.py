@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.memory.base import WEIGHTS, PrepareReport, ProcessMemory, UnmapReport
-from omni_notebook.protocol import MIB, PhasesMs, RankStatus, TagMemory
+from omni_notebook.memory.base import WEIGHTS, Held, PrepareReport, UnmapReport
+from omni_notebook.protocol import MIB, PhasesMs, RankStatus, ResidualBytes, TagMemory
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.reports import LoadReport, WakeOutlook
 
@@ -158,7 +158,7 @@ class SimulatedWorker:
         )
 
 
-_NOTHING = ProcessMemory(rss_bytes=0, private_bytes=0)
+_NOTHING = Held(total_bytes=0, scope="process", parts=ResidualBytes(other=0))
 _PREPARED = PrepareReport(
     backup={WEIGHTS: "host"},
     backup_location=SIMULATED,

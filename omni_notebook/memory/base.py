@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from omni_notebook.errors import OmniError
+from omni_notebook.protocol import ResidualBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -52,6 +53,16 @@ class BackupError(OmniError):
     error_code = "BACKUP"
 
 
+class DeviceError(OmniError):
+    """The device's driver refused a call; `no_room`: because memory would not suffice."""
+
+    error_code = "DEVICE"
+
+    def __init__(self, message: str, *, no_room: bool = False) -> None:
+        super().__init__(message)
+        self.no_room = no_room
+
+
 class TagInfo(msgspec.Struct, frozen=True):
     """One tag as the pool's books have it (no measurement).
 
@@ -76,7 +87,8 @@ class SleepPlan(msgspec.Struct, frozen=True):
 class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `prepare_sleep` did.
 
-    `backup`: tag → "spill" | "checkpoint" | "host" (only small kept state) | None. `modified`: the contents of
+    `backup`: tag → "spill" | "checkpoint" | "pinned", "pageable" (all of it, in such host memory) | "host" (only small
+    kept state) | None. `modified`: the contents of
     `weights` differ from the recorded checksum (someone wrote to them after load); None = not looked at.
     """
 
@@ -99,6 +111,14 @@ class UnmapReport(msgspec.Struct, frozen=True, kw_only=True):
     scope: Scope
     unmap_ms: float
     note: str | None = None
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rank's process holds on its device now, measured; with scope "device" it is what all processes hold."""
+
+    total_bytes: int
+    scope: Scope
+    parts: ResidualBytes
 
 
 class MapReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +166,10 @@ class MemoryPool(Protocol):
 
     def host_backup_bytes(self) -> int:
         """Bytes of host memory or disk that backups take now."""
+        ...
+
+    def held(self) -> Held:
+        """What this process holds on the device now, by cause as far as that can be measured."""
         ...
 
     def plan(self, level: int, tags: Collection[str] | None = None) -> SleepPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.arena import ALIGN, CHUNK, Chunk, round_up
@@ -24,6 +24,16 @@ class TagState(StrEnum):
     PREPARED = "prepared for sleep"
     ASLEEP = "asleep"
     MAPPED = "mapped, its wake not committed"
+
+
+class Stated(Protocol):
+    """What books need of a tag."""
+
+    name: str
+    state: TagState
+
+
+T = TypeVar("T", bound=Stated)
 
 
 class Kept(NamedTuple):
@@ -147,14 +157,14 @@ class Tag:
         return not self.restored and (self.backup is not None or bool(self.kept_data))
 
 
-class Books(dict[str, Tag]):
+class StateBooks(dict[str, T], Generic[T]):
     """The tags by name, and who may take which step."""
 
-    def in_state(self, *states: TagState) -> list[Tag]:
+    def in_state(self, *states: TagState) -> list[T]:
         """Tags in one of the states."""
         return [tag for tag in tuple(self.values()) if tag.state in states]
 
-    def named(self, names: Collection[str]) -> list[Tag]:
+    def named(self, names: Collection[str]) -> list[T]:
         """The named tags.
 
         Raises:
@@ -172,7 +182,7 @@ class Books(dict[str, Tag]):
     def _known(self) -> str:
         return ", ".join(self) or "none yet"
 
-    def select(self, names: Collection[str] | None, state: TagState, step: str) -> list[Tag]:
+    def select(self, names: Collection[str] | None, state: TagState, step: str) -> list[T]:
         """The named tags, or all in `state`.
 
         Raises:
@@ -201,6 +211,10 @@ class Books(dict[str, Tag]):
 
     def _states(self) -> str:
         return ", ".join(f"{tag.name}: {tag.state}" for tag in self.values()) or "the pool is empty"
+
+
+class Books(StateBooks[Tag]):
+    """The books of a pool that has its own segments."""
 
     def contents(self) -> Iterator[Content]:
         """All contents of all tags."""

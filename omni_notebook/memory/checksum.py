@@ -37,7 +37,8 @@ _local = threading.local()
 
 
 @functools.cache
-def _weights() -> tuple[Words, Words]:
+def chunk_weights() -> tuple[Words, Words]:
+    """The weights of a chunk's words: of the low sum, of the high sum; do not write to them."""
     stream = hashlib.shake_128(b"omni_notebook chunk checksum").digest(2 * CHUNK)
     both = np.frombuffer(stream, dtype="<u8").astype(np.uint64) | np.uint64(1)
     return both[:_WORDS], both[_WORDS:]
@@ -53,7 +54,7 @@ def _scratch() -> Words:
 def sum_bytes(data: memoryview) -> tuple[int, int]:
     """The two sums of at most 2 MiB whose length is a multiple of 8."""
     words = np.frombuffer(data, dtype=np.uint64)
-    low_weights, high_weights = _weights()
+    low_weights, high_weights = chunk_weights()
     scratch, low, high = _scratch(), 0, 0
     for start in range(0, len(words), _BLOCK):
         block = words[start : start + _BLOCK]

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Literal
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.allocation import Allocation
-from omni_notebook.memory.base import KV_CACHE, WEIGHTS, TagInfo, TransitionOrderError
+from omni_notebook.memory.base import KV_CACHE, WEIGHTS, Held, TagInfo, TransitionOrderError
 from omni_notebook.memory.books import Tag, TagState
 from omni_notebook.memory.core import Core
-from omni_notebook.memory.host import cpu_name, host_memory
+from omni_notebook.memory.host import cpu_name, host_memory, process_memory
 from omni_notebook.memory.lanes import never
 from omni_notebook.memory.sleeping import Sleeping
 from omni_notebook.memory.tracking import Tracking, make_tracker
 from omni_notebook.memory.waking import Waking
-from omni_notebook.protocol import TagMemory
+from omni_notebook.protocol import ResidualBytes, TagMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -152,6 +152,11 @@ class CpuPool:
     def host_backup_bytes(self) -> int:
         """Bytes that backups take now: blocks of the spill files, and kept tensors on the host."""
         return self._core.host_backup_bytes()
+
+    def held(self) -> Held:
+        """This process's resident memory; it is not told apart."""
+        rss = process_memory().rss_bytes
+        return Held(total_bytes=rss, scope="process", parts=ResidualBytes(other=rss))
 
     def plan(self, level: int, tags: Collection[str] | None = None) -> SleepPlan:
         """What a sleep of `tags` (None = all that are awake) would free and copy; tags that sleep count nothing.

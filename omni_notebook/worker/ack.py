@@ -6,10 +6,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import OmniError
-from omni_notebook.protocol import MIB, AckMetadata, AckStatus, OmniACK, PhasesMs, ResidualBytes, TagBytes, gib
+from omni_notebook.protocol import MIB, AckMetadata, AckStatus, OmniACK, PhasesMs, TagBytes, gib
 
 if TYPE_CHECKING:
-    from omni_notebook.memory.base import PrepareReport, ProcessMemory, UnmapReport
+    from omni_notebook.memory.base import Held, PrepareReport, UnmapReport
     from omni_notebook.protocol import RankId
 
 TOLERANCE_SHARE = 0.02
@@ -36,9 +36,7 @@ class AckBuilder:
         self._device = device
         self._source = source_of(device_name)
 
-    def sleep(
-        self, task_id: str, prepared: PrepareReport, unmapped: UnmapReport, after: ProcessMemory, **known: Any
-    ) -> OmniACK:
+    def sleep(self, task_id: str, prepared: PrepareReport, unmapped: UnmapReport, after: Held, **known: Any) -> OmniACK:
         """The answer to a sleep: SUCCESS only if the expected pages were seen to leave."""
         freed = sum(unmapped.freed.values())
         off = abs(unmapped.observed_bytes - unmapped.expected_bytes)
@@ -65,17 +63,17 @@ class AckBuilder:
         message = None if seen else _not_observed(unmapped)
         return self._ack(task_id, AckStatus.SUCCESS if seen else AckStatus.ERROR, freed, metadata, message)
 
-    def wake(self, task_id: str, after: ProcessMemory, **known: Any) -> OmniACK:
+    def wake(self, task_id: str, after: Held, **known: Any) -> OmniACK:
         """The answer to a wake: freed 0, `mapped_bytes` as measured."""
         metadata = self._base(**self._now(after), **known)
         return self._ack(task_id, AckStatus.SUCCESS, 0, metadata)
 
-    def noop(self, task_id: str, after: ProcessMemory, **known: Any) -> OmniACK:
+    def noop(self, task_id: str, after: Held, **known: Any) -> OmniACK:
         """The answer to an order that had nothing to do."""
         metadata = self._base(noop=True, expected_bytes=0, observed_bytes=0, **self._now(after), **known)
         return self._ack(task_id, AckStatus.SUCCESS, 0, metadata)
 
-    def dropped(self, task_id: str, host_freed_bytes: int, after: ProcessMemory, **known: Any) -> OmniACK:
+    def dropped(self, task_id: str, host_freed_bytes: int, after: Held, **known: Any) -> OmniACK:
         """The answer to a level 2 on a stage asleep at level 1: the backup went, no device memory did."""
         metadata = self._base(
             state="COLD",
@@ -92,16 +90,16 @@ class AckBuilder:
             source=self._source, replica=self._where.replica, pid=os.getpid(), device=self._device, **known
         )
 
-    def _left(self, after: ProcessMemory) -> dict[str, Any]:
+    def _left(self, after: Held) -> dict[str, Any]:
         return {
-            "rank_residual_gib": gib(after.rss_bytes),
-            "residual_bytes": after.rss_bytes,
-            "residual": ResidualBytes(other=after.rss_bytes),
-            "current_vram_gib": gib(after.rss_bytes),
+            "rank_residual_gib": gib(after.total_bytes),
+            "residual_bytes": after.total_bytes,
+            "residual": after.parts,
+            "current_vram_gib": gib(after.total_bytes),
         }
 
-    def _now(self, after: ProcessMemory) -> dict[str, Any]:
-        return {"current_vram_gib": gib(after.rss_bytes)}
+    def _now(self, after: Held) -> dict[str, Any]:
+        return {"current_vram_gib": gib(after.total_bytes)}
 
     def _ack(
         self, task_id: str, status: AckStatus, freed: int, metadata: AckMetadata, message: str | None = None

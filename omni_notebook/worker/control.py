@@ -11,7 +11,6 @@ import msgspec
 
 from omni_notebook.errors import NeedsWeightsError, OmniError
 from omni_notebook.memory.base import WEIGHTS
-from omni_notebook.memory.host import process_memory
 from omni_notebook.protocol import SleepTask, WakeTask
 from omni_notebook.worker.rank import no_such
 from omni_notebook.worker.sleeping import SleepOrders
@@ -39,7 +38,7 @@ class Control:
         level = self._rank.level
         return self._rank.acks.noop(
             task_id,
-            process_memory(),
+            self._rank.pool.held(),
             level=level,
             state="COLD" if level else "WARM",
             mapped_bytes=0,

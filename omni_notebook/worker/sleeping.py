@@ -9,7 +9,6 @@ import msgspec
 
 from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import WEIGHTS, PrepareReport
-from omni_notebook.memory.host import process_memory
 from omni_notebook.protocol import PhasesMs, SleepTask
 from omni_notebook.worker.rank import ms_since, no_such
 
@@ -74,13 +73,21 @@ class SleepOrders:
         return self._rank.weights.why_unrecoverable(modified=self._rank.pool.modified_in_backup(WEIGHTS))
 
     def commit_sleep(self, task_id: str) -> OmniACK:
-        """Give the pages up, measure, answer."""
+        """Give the pages up, measure, answer.
+
+        Raises:
+            DeviceError: the device kept all of them; memory is as before the prepare.
+        """
         plan = self._sleeping
         if plan is None or plan.task.task_id != task_id:
             raise OmniError(no_such("sleep", task_id))
         self._sleeping = None
         self._rank.cancelled.discard(task_id)
-        unmapped = self._rank.pool.commit_sleep()
+        try:
+            unmapped = self._rank.pool.commit_sleep()
+        except BaseException:
+            self._rank.pool.abort_sleep()
+            raise
         task = plan.task
         self._rank.note(task_id, tuple(unmapped.freed), task.level, slept=True)
         dropped = self._after_unmap(plan, unmapped.freed)
@@ -88,7 +95,7 @@ class SleepOrders:
             task_id,
             plan.prepared,
             unmapped,
-            process_memory(),
+            self._rank.pool.held(),
             level=self._rank.level,
             recoverable=plan.unrecoverable is None and (task.level == 1 or self._rank.weights.source is not None),
             host_freed_bytes=dropped,
@@ -143,7 +150,7 @@ class SleepOrders:
         return self._rank.acks.dropped(
             task.task_id,
             freed,
-            process_memory(),
+            self._rank.pool.held(),
             level=2,
             recoverable=why is None,
             host_backup_bytes=self._rank.pool.host_backup_bytes(),

@@ -9,7 +9,6 @@ import msgspec
 
 from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import BALLAST, WEIGHTS, MapReport, RestoreReport, TransitionCancelledError
-from omni_notebook.memory.host import process_memory
 from omni_notebook.protocol import PhasesMs, WakeTask
 from omni_notebook.worker.ack import rate_gib_per_s
 from omni_notebook.worker.rank import ms_since, no_such
@@ -144,7 +143,7 @@ class WakeOrders:
         warm = plan.outlook.all_awake and plan.outlook.weights_valid
         return self._rank.acks.wake(
             task_id,
-            process_memory(),
+            self._rank.pool.held(),
             state="WARM" if warm else "COLD",
             level=self._rank.level,
             mapped_bytes=plan.mapped.mapped_bytes,

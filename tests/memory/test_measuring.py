@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import os
+import sys
+import types
 
 import numpy as np
 import psutil
@@ -155,9 +158,9 @@ def test_tracking_that_is_taken_away_copies_all_and_loses_nothing(tmp_path):
 
 def plain_sums(data):
     """The definition, in Python's own integers."""
-    from omni_notebook.memory.checksum import _weights
+    from omni_notebook.memory.checksum import chunk_weights
 
-    low, high = _weights()
+    low, high = chunk_weights()
     words = np.frombuffer(data, "<u8").tolist()
     one = sum(word * int(weight) for word, weight in zip(words, low, strict=False))
     two = sum((word >> 32) * int(weight) for word, weight in zip(words, high, strict=False))
@@ -300,3 +303,51 @@ def test_an_old_kernel_another_system_and_a_switched_off_mode_are_refused_with_t
     monkeypatch.setattr(platforms.sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="darwin"):
         platforms.create_pool("cpu")
+
+
+class FakeNvml(types.ModuleType):
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, gpus):
+        super().__init__("pynvml")
+        self.gpus = gpus
+
+    def nvmlInit(self):  # noqa: N802 - NVML's name
+        if self.gpus is None:
+            msg = "Driver Not Loaded"
+            raise self.NVMLError(msg)
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return self.gpus
+
+
+def cuda_platform():
+    (cuda,) = [info for info in platforms.describe_platforms() if info.platform == "cuda"]
+    return cuda.supported, cuda.reason
+
+
+def test_cuda_is_there_for_vllm_stages_where_a_gpu_and_vllms_allocator_are_and_says_what_is_missing(
+    monkeypatch, tmp_path
+):
+    spec = importlib.machinery.ModuleSpec("vllm", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert cuda_platform() == (False, "cuda: nvidia-ml-py is not installed")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(None))
+    assert cuda_platform() == (False, "cuda: the NVIDIA driver can not be asked (Driver Not Loaded)")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(0))
+    assert cuda_platform() == (False, "cuda: the NVIDIA driver knows no GPU")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(1))
+    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda _name: None)
+    assert cuda_platform()[1].startswith("vLLM is not installed")
+    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda _name: spec)
+    assert cuda_platform()[1].endswith("built without its CUDA allocator extension")
+    (tmp_path / "cumem_allocator.abi3.so").touch()
+    monkeypatch.setattr(platforms.importlib.metadata, "version", lambda _name: "0.24.0")
+    supported, reason = cuda_platform()
+    assert supported
+    assert reason.startswith("for vLLM stages, over the allocator of vLLM 0.24.0")
+    with pytest.raises(UnsupportedError, match="vLLM stages"):
+        platforms.create_pool("cuda:0")
+    assert platforms.create_pool("auto").platform == "cpu"

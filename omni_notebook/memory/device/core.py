@@ -1,0 +1,166 @@
+"""What the parts of a pool over vLLM's allocator share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from omni_notebook.memory.base import KV_CACHE, WEIGHTS, TransitionOrderError
+from omni_notebook.memory.books import StateBooks
+from omni_notebook.memory.device.checksum import Summer, digest, pieces
+from omni_notebook.memory.device.copies import Copies, HostCopies
+from omni_notebook.memory.device.segments import SegmentTable
+from omni_notebook.memory.device.tags import WHOLE, DeviceTag, KeptRange
+from omni_notebook.memory.device.tensors import ModuleTensors, plain_tensors, span_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from omni_notebook.memory.base import HostMemory, Scope
+    from omni_notebook.memory.device.checksum import TensorSums
+    from omni_notebook.memory.device.driver import Driver, Probe
+    from omni_notebook.memory.device.tensors import Span
+
+
+class Reading(NamedTuple):
+    """Bytes held on the device, by whom: this process, or all of them where it can not be seen alone."""
+
+    n_bytes: int
+    scope: Scope
+
+
+@dataclass
+class DeviceCore:
+    """One pool's state; the pool's lock guards all of it but reading the books."""
+
+    driver: Driver
+    probe: Probe
+    room: Callable[[], HostMemory]
+    settle_s: float
+    books: StateBooks[DeviceTag] = field(default_factory=StateBooks)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.table = SegmentTable(self.driver)
+        self.modules = ModuleTensors(self.table)
+        self.copies: Copies = HostCopies(self.driver)
+        self.records: dict[str, TensorSums] = {}
+        for name in (WEIGHTS, KV_CACHE):
+            self.books[name] = DeviceTag(name)
+        self.refresh()
+
+    def check_open(self, step: str) -> None:
+        """Refuse a step of a closed pool.
+
+        Raises:
+            TransitionOrderError: it is closed.
+        """
+        if self.closed:
+            msg = f"{step}: the pool is closed; start the stage again"
+            raise TransitionOrderError(msg)
+
+    def refresh(self) -> None:
+        """Take over what vLLM has allocated and freed since."""
+        for gone in self.table.refresh():
+            self.copies.forget(gone)
+        for segment in self.table.all():
+            self.books.setdefault(segment.tag, DeviceTag(segment.tag))
+        for tag in self.books.values():
+            tag.segments = self.table.of(tag.name)
+            tag.kept = [one for one in tag.kept if one.segment in tag.segments]
+
+    def count_used(self) -> None:
+        """Bring the tags' `used_bytes` up to date."""
+        for tag in self.books.values():
+            tag.used_bytes = _covered_bytes(self.modules.spans(tag.name))
+
+    def kept_ranges(self, tag: DeviceTag) -> list[KeptRange]:
+        """What every level keeps of a tag: what was named, and tensors of modules that belong to another tag."""
+        strays = self.modules.elsewhere(tag.name)
+        return list(dict.fromkeys([*tag.kept, *(KeptRange(one.segment, one.offset, one.n_bytes) for one in strays)]))
+
+    def begin(self, step: str) -> None:
+        """What every transition begins with: an open pool, true books, a device at rest."""
+        self.check_open(step)
+        self.driver.enter()
+        self.refresh()
+
+    def require_own(self, tags: Iterable[DeviceTag], step: str) -> None:
+        """Refuse a sleep of segments that somebody else has unmapped.
+
+        Raises:
+            TransitionOrderError: vLLM's own sleep did.
+        """
+        strangers = set(self.table.strangers())
+        for tag in tags:
+            if not strangers.isdisjoint(tag.segments):
+                msg = (
+                    f"{step}: memory of {tag.name!r} was unmapped by somebody else (vLLM's own sleep?); nothing "
+                    "changed. Call vLLM's own wake_up first"
+                )
+                raise TransitionOrderError(msg)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's bytes at every level, wherever in the segments it lies."""
+        for name, plain in plain_tensors("kept", tensor):
+            span = span_of(name, plain, self.table)
+            if span is not None:
+                kept = self.books[span.segment.tag].kept
+                one = KeptRange(span.segment, span.offset, span.n_bytes)
+                if one not in kept:
+                    kept.append(one)
+
+    def reading(self) -> Reading:
+        """What is held now; a process that seems to hold less than our mapped segments is another one of that id."""
+        ours = self.probe.process_bytes()
+        if ours is not None and ours >= self.table.mapped_bytes():
+            return Reading(ours, "process")
+        return Reading(self.probe.device_bytes(), "device")
+
+    # ------------------------------------------------------------------------------- checksums
+
+    def record(self, tag: DeviceTag) -> str:
+        """Checksum a tag's registered tensors and remember it."""
+        self.records[tag.name] = sums = self._sums(self.modules.spans(tag.name), lambda span: span.flat())
+        return digest(sums)
+
+    def is_as_recorded(self, tag: DeviceTag) -> bool:
+        """Whether the tensors on the device equal the record."""
+        return self._sums(self.modules.spans(tag.name), lambda span: span.flat()) == self.records[tag.name]
+
+    def has_copy(self, tag: DeviceTag) -> bool:
+        """Whether a sleeping tag's contents are all on the host."""
+        return tag.backup in WHOLE
+
+    def is_copy_as_recorded(self, tag: DeviceTag) -> bool:
+        """Whether a sleeping tag's copies equal the record; without a record they do not."""
+        return (
+            tag.name in self.records
+            and self._sums(self.modules.spans(tag.name), self._copied) == self.records[tag.name]
+        )
+
+    def _copied(self, span: Span) -> torch.Tensor:
+        return torch.frombuffer(self.copies.read(span.segment, span.offset, span.n_bytes), dtype=torch.uint8)
+
+    @staticmethod
+    def _sums(spans: Iterable[Span], flat_of: Callable[[Span], torch.Tensor]) -> TensorSums:
+        summers: dict[torch.device, Summer] = {}
+        on_device: dict[str, torch.Tensor] = {}
+        with torch.inference_mode():
+            for span in spans:
+                flat = flat_of(span)
+                if flat.device not in summers:
+                    summers[flat.device] = Summer(flat.device)
+                on_device[span.name] = summers[flat.device].sums(pieces(flat, span.layout))
+            return {name: sums.cpu().numpy().astype("<i8").tobytes() for name, sums in on_device.items()}
+
+
+def _covered_bytes(spans: Iterable[Span]) -> int:
+    """Bytes that the spans cover together."""
+    total = end = 0
+    for span in sorted(spans, key=lambda span: span.address):
+        total += max(0, span.address + span.n_bytes - max(span.address, end))
+        end = max(end, span.address + span.n_bytes)
+    return total

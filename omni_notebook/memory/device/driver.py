@@ -1,0 +1,116 @@
+"""What a pool over vLLM's allocator needs of the device: acting on segments, and measuring."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+
+class Allocation(NamedTuple):
+    """One segment in the allocator's books; `data` is the allocator's own entry, the allocation's identity."""
+
+    address: int
+    size_bytes: int
+    tag: str
+    data: Any
+
+
+class Reserved(NamedTuple):
+    """What torch's allocator holds outside the pool, bytes: its ordinary segments, and private pools (CUDA graphs)."""
+
+    untagged_bytes: int
+    graphs_bytes: int
+
+
+class Driver(Protocol):
+    """Acts on the device. Every call that the device refuses raises `DeviceError`."""
+
+    device: str
+    device_name: str
+
+    def enter(self) -> None:
+        """Make the device the calling thread's own, and wait until it has done all that was started."""
+        ...
+
+    def allocations(self) -> Mapping[int, Allocation]:
+        """The allocator's segments on this device by address; any thread."""
+        ...
+
+    def is_live(self, allocation: Allocation) -> bool:
+        """Whether the allocator still has it."""
+        ...
+
+    def set_asleep(self, allocation: Allocation, asleep: bool) -> None:
+        """Tell the allocator, where its version has books about that."""
+        ...
+
+    def guard_frees(self, before: Callable[[int], None]) -> None:
+        """Have `before(address)` called before the allocator unmaps a segment that torch gives back; any thread."""
+        ...
+
+    def map(self, allocation: Allocation) -> None:
+        """Give a segment that is not mapped fresh pages at its address."""
+        ...
+
+    def unmap(self, allocation: Allocation) -> None:
+        """Give a mapped segment's pages up; its address stays reserved."""
+        ...
+
+    def is_mapped(self, allocation: Allocation) -> bool | None:
+        """Whether pages are there, asked of the device; None where it can not tell."""
+        ...
+
+    def map_placeholder(self, allocation: Allocation) -> None:
+        """Map the whole segment onto one small piece of memory, so that it can be unmapped as usual."""
+        ...
+
+    def clear_error(self) -> None:
+        """Forget the error that the extension keeps after a free that failed."""
+        ...
+
+    def copy(self, to: int, source: int, n_bytes: int) -> None:
+        """Copy between any two addresses, host or device; done when it returns."""
+        ...
+
+    def zero(self, address: int, n_bytes: int) -> None:
+        """Begin to fill device memory with zeroes; `enter` waits for it."""
+        ...
+
+    def pin(self, address: int, n_bytes: int) -> bool:
+        """Page-lock host memory for fast copies; whether that worked."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        ...
+
+    def trim(self) -> None:
+        """Give back what torch's allocator caches and nobody uses."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Device memory that is free."""
+        ...
+
+    def reserved(self) -> Reserved:
+        """What torch holds outside the pool."""
+        ...
+
+
+class Probe(Protocol):
+    """Measures the device from outside the pool's books."""
+
+    def process_bytes(self) -> int | None:
+        """What this process holds on the device; None where process ids are hidden."""
+        ...
+
+    def device_bytes(self) -> int:
+        """What all processes hold on the device."""
+        ...
+
+    def exclusive(self) -> AbstractContextManager[bool]:
+        """Keep others of ours from changing the device's memory meanwhile; False: someone would not let go in time."""
+        ...

@@ -1,0 +1,87 @@
+"""The few calls of the CUDA driver that vLLM's extension does not offer.
+
+They act in the calling thread's current context. Source: CUDA driver API, virtual memory management.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from omni_notebook.memory.base import DeviceError
+
+GRANULE = 2 * 1024**2
+_MAPPED_ATTRIBUTE = 13  # CU_POINTER_ATTRIBUTE_MAPPED
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
+_NO_ROOM = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_PINNED_MEMORY = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+
+
+class _AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp, 32 bytes."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requested_handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location_id", ctypes.c_int),
+        ("win32_metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+@functools.cache
+def _driver() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    size, pointer = ctypes.c_size_t, ctypes.c_uint64
+    library.cuPointerGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, pointer)
+    library.cuMemCreate.argtypes = (ctypes.c_void_p, size, ctypes.c_void_p, ctypes.c_ulonglong)
+    library.cuMemMap.argtypes = (pointer, size, size, ctypes.c_ulonglong, ctypes.c_ulonglong)
+    library.cuMemUnmap.argtypes = (pointer, size)
+    library.cuMemRelease.argtypes = (ctypes.c_ulonglong,)
+    return library
+
+
+def is_mapped(address: int) -> bool | None:
+    """Whether pages are behind an address; None where the driver does not say."""
+    mapped = ctypes.c_int(0)  # the driver writes a C bool or an int; either way its low byte
+    try:
+        error = _driver().cuPointerGetAttribute(ctypes.byref(mapped), _MAPPED_ATTRIBUTE, address)
+    except OSError:
+        return None
+    if error == _INVALID_VALUE:  # an address that the driver knows no memory for
+        return False
+    return bool(mapped.value & 0xFF) if error == 0 else None
+
+
+def map_alias(device: int, address: int, n_bytes: int, cell: int) -> None:
+    """Map all of a reserved range onto one granule of device memory and put its handle into the 8-byte `cell`.
+
+    Nothing can read or write it; what it is for is that unmapping the range and releasing the handle then work.
+
+    Raises:
+        DeviceError: the driver refused; the range is as before.
+    """
+    if n_bytes % GRANULE:
+        msg = f"a range of {n_bytes} bytes is not whole granules of {GRANULE} bytes"
+        raise DeviceError(msg)
+    driver = _driver()
+    properties = _AllocationProperties(type=_PINNED_MEMORY, location_type=_ON_DEVICE, location_id=device)
+    handle = ctypes.c_ulonglong(0)
+    _check("cuMemCreate", driver.cuMemCreate(ctypes.byref(handle), GRANULE, ctypes.byref(properties), 0))
+    for start in range(0, n_bytes, GRANULE):
+        error = driver.cuMemMap(address + start, GRANULE, 0, handle, 0)
+        if error:
+            if start:
+                driver.cuMemUnmap(address, start)
+            driver.cuMemRelease(handle)
+            _check("cuMemMap", error)
+    ctypes.c_ulonglong.from_address(cell).value = handle.value
+
+
+def _check(call: str, error: int) -> None:
+    if error:
+        msg = f"{call}: CUDA driver error {error}"
+        raise DeviceError(msg, no_room=error == _NO_ROOM)

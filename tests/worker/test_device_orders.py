@@ -1,0 +1,108 @@
+"""A rank's sleep and wake orders over the pool for CUDA: what its answers say of the device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from omni_notebook.memory.base import DeviceError
+from omni_notebook.protocol import RankId, SleepTask, WakeTask
+from omni_notebook.worker.ack import AckBuilder
+from omni_notebook.worker.control import Control
+from omni_notebook.worker.rank import Rank
+from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
+
+
+class Books:
+    """Weights that a checkpoint gives back, and a runner that waits for a device at rest."""
+
+    valid, lost, version, source = True, False, "v1", "folder"
+    loras = None
+
+    def why_unrecoverable(self, *, modified):
+        return "changed" if modified else None
+
+    def why_not_reloaded(self):
+        return None
+
+    def reload(self, _between):
+        self.refill()
+
+    def verify(self):
+        assert self.pool.verify_checksum()
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def ordered():
+    rig, books = Rig(), Books()
+    books.pool, books.refill = rig.pool, rig.fill
+    rig.pool.record_checksum()
+    acks = AckBuilder(RankId(0, 0, 0), device=rig.pool.device, device_name=rig.pool.device_name)
+    control = Control(
+        Rank(pool=rig.pool, runner=books, weights=books, ballast=SimpleNamespace(fill=lambda: None), acks=acks)
+    )
+    return rig, control
+
+
+def sleep(control, level):
+    control.sleeping.prepare_sleep(SleepTask(task_id="s", level=level))
+    return control.sleeping.commit_sleep("s")
+
+
+def wake(control):
+    control.waking.prepare_wake(WakeTask(task_id="w"))
+    return control.waking.commit_wake("w")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_says_what_left_the_device_and_what_is_left_by_cause(ordered, level):
+    rig, control = ordered
+    rig.gpu.torch_bytes = 3 * MIB
+    rig.machine.cuda.segments = [{"device": 0, "address": 1, "total_size": 3 * MIB, "segment_pool_id": (0, 0)}]
+    before = rig.copies()
+    ack = sleep(control, level)
+    metadata = ack.metadata
+    assert (ack.status, ack.freed_bytes, ack.error_msg) == ("SUCCESS", 16 * MIB, None)
+    assert (metadata["source"], metadata["device"], metadata["observed_scope"]) == (
+        "Platform_Fake_H200",
+        "cuda:0",
+        "process",
+    )
+    assert metadata["residual_bytes"] == CONTEXT_BYTES + 3 * MIB
+    assert metadata["residual"]["untagged"] == 3 * MIB
+    assert metadata["residual"]["other"] == CONTEXT_BYTES
+    assert metadata["tags"]["weights"]["backup"] == ("pinned" if level == 1 else "host")
+    again = wake(control)
+    assert (again.status, again.metadata["mapped_bytes"], again.metadata["state"]) == ("SUCCESS", 16 * MIB, "WARM")
+    assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))
+
+
+def test_memory_that_was_unmapped_and_not_seen_to_leave_is_no_success(ordered):
+    rig, control = ordered
+    rig.machine.nvml.ours = lambda: max(rig.gpu.ours_bytes, CONTEXT_BYTES + 13 * MIB)
+    ack = sleep(control, 1)
+    assert (ack.status, ack.metadata["error_code"], ack.freed_bytes) == ("ERROR", "NOT_OBSERVED", 3 * MIB)
+
+
+def test_a_sleep_that_the_driver_refuses_leaves_the_rank_awake(ordered):
+    rig, control = ordered
+    before = rig.copies()
+    control.sleeping.prepare_sleep(SleepTask(task_id="s", level=1))
+    for number in range(1, 6):
+        rig.cumem.fail("unmap", number)
+    with pytest.raises(DeviceError):
+        control.sleeping.commit_sleep("s")
+    assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))
+    assert sleep(control, 1).status == "SUCCESS"
+
+
+def test_an_order_that_is_taken_back_after_it_committed_restores_all(ordered):
+    rig, control = ordered
+    before = rig.copies()
+    sleep(control, 1)
+    control.undo("s")
+    assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))

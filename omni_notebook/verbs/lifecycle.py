@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import json
 from typing import TYPE_CHECKING, Any, get_args
 
 from omni_notebook import config, units
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.engine_api import Engine
 
 _UNSET = argparse.SUPPRESS
-_RUNTIME_HELP = "what runs the model (vllm and diffusers: not in this release)"
+_RUNTIME_HELP = "what runs the model: vllm takes the AR stages (auto: those that are not ours, where it is installed)"
+_ENGINE_ARGS_HELP = """options for vLLM's engine, as JSON: '{"enforce_eager": true}'"""
 _STEPS_HELP = "diffusion: schedule single denoise steps; images sharpen while they are drawn; no pause --mode keep"
 
 
@@ -110,6 +112,23 @@ def _add_memory(parser: VerbParser) -> None:
     )
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    """The mapping that a JSON text is.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        msg = f"{text!r} is not JSON: {error}"
+        raise argparse.ArgumentTypeError(msg) from None
+    if not isinstance(value, dict):
+        msg = f'{text!r} is not a JSON mapping such as {{"enforce_eager": true}}'
+        raise argparse.ArgumentTypeError(msg)
+    return value
+
+
 def _add_placement(parser: VerbParser) -> None:
     group = parser.add_argument_group("placement")
     group.add_argument(
@@ -137,7 +156,8 @@ def _add_placement(parser: VerbParser) -> None:
         help="where ranks run (ray: not in this release)",
     )
     group.add_argument("--runtime", choices=config.runtimes(), default=_UNSET, help=_RUNTIME_HELP)
-    group.add_argument("--device", default=_UNSET, metavar="DEVICE", help="auto, cpu, cuda:0")
+    group.add_argument("--engine-args", type=_json_object, default=_UNSET, metavar="JSON", help=_ENGINE_ARGS_HELP)
+    group.add_argument("--device", default=_UNSET, metavar="DEVICE", help="auto, cpu, cuda")
     group.add_argument("--devices", nargs="+", default=_UNSET, metavar="DEVICE", help="one device a rank")
     group.add_argument("--dtype", choices=get_args(config.DType), default=_UNSET, help="of weights and activations")
     group.add_argument("--step-execution", action="store_true", default=_UNSET, help=_STEPS_HELP)

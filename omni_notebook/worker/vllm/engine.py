@@ -78,8 +78,15 @@ async def make(spec: WorkerSpec, folder: Path) -> Any:
     config = spec.config
     prepare_environment(config, folder)
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415  (after the environment)
+    from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
+    if config.device not in {"auto", current_platform.device_type}:
+        msg = (
+            f"device={config.device!r}: the vLLM that is installed ({vllm_version()}) runs on "
+            f"{current_platform.device_type}. Nothing was started"
+        )
+        raise UnsupportedError(msg)
     gone = [name for name in NEEDED if not hasattr(AsyncLLM, name)]
     if gone:
         msg = f"vLLM {vllm_version()} has no AsyncLLM.{gone[0]}, which a stage needs; {TESTED}. Nothing was started"

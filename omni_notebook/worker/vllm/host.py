@@ -57,6 +57,7 @@ class VllmHost:
         self._size = spec.config.tensor_parallel_size
         self._folder = Path(tempfile.mkdtemp(prefix="omni-vllm-"))
         self._names: set[str] = set()
+        self._sentinel = leftovers.Sentinel(self._folder)
         self._llm: Any = None
         self._number = 0
         self._asked: dict[int, _Asked] = {}
@@ -94,12 +95,11 @@ class VllmHost:
         self._listen()
         self._llm = await engine.make(self._spec, self._folder)
         self._names = leftovers.shared_memory(os.getpgrp())
+        self._sentinel.tell(self._names)
         attach = Attach(
             spec=self._spec,
-            host_pid=os.getpid(),
             address=str(self._folder / _SOCKET),
             source=self._source(),
-            shared_memory=tuple(self._names),
         )
         await self._llm.collective_rpc("omni_attach", args=(packed(attach),))
         for process in multiprocessing.active_children():
@@ -256,7 +256,10 @@ class VllmHost:
         return self._go(self._freeze())
 
     async def _freeze(self) -> list[TextOutput]:
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        if self._tasks:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        else:  # as above, without the wait for outputs that are on their way
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         return self._taken()
 
     def thaw(self) -> Future[None]:

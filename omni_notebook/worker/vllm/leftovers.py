@@ -1,4 +1,10 @@
-"""What vLLM's processes leave behind when they are killed: one another, and shared memory with a name."""
+"""What vLLM's processes leave behind when they are killed: one another, and shared memory with a name.
+
+    python -m omni_notebook.worker.vllm.leftovers GROUP FOLDER
+
+is the sentinel: a small process that cleans up when its standard input ends, that is when the host is gone, however
+it went. Names of shared memory come by that way, one a line.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -54,6 +62,26 @@ def _members(group: int) -> list[int]:
     return found
 
 
+class Sentinel:
+    """Starts the sentinel of this process's group, and tells it names."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-P", "-m", __name__, str(os.getpgrp()), str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)  # noqa: S603  (our own module)
+
+    def tell(self, names: set[str]) -> None:
+        """Name shared memory that is to be removed."""
+        if self._process.stdin is not None:
+            self._process.stdin.writelines(f"{name}\n" for name in names)
+            self._process.stdin.flush()
+
+
+def main() -> None:
+    """The sentinel's whole life."""
+    group, folder = int(sys.argv[1]), Path(sys.argv[2])
+    clean(group, {line.strip() for line in sys.stdin}, folder)
+
+
 def _is_tracker(pid: int) -> bool:
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -68,3 +96,7 @@ def _mapped(pid: int) -> set[str]:
         return set()
     paths = {line.split(maxsplit=5)[-1] for line in lines if _SHARED_MEMORY in line}
     return {path for path in paths if path.startswith(_SHARED_MEMORY) and Path(path).exists()}
+
+
+if __name__ == "__main__":
+    main()

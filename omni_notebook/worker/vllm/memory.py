@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omni_notebook.errors import OmniError
-from omni_notebook.memory.base import KV_CACHE
+from omni_notebook.memory.base import KV_CACHE, WEIGHTS
+from omni_notebook.memory.cumem import CumemPool
 from omni_notebook.memory.platforms import create_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
 
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
@@ -24,8 +27,28 @@ def make_pool(worker: Any, config: StageConfig) -> MemoryPool:
     Raises:
         UnsupportedError: there is none for it; names the reason.
     """
-    kind = worker.device.type
-    return create_pool(kind, spill_dir=config.spill_dir, backup=config.backup)
+    if worker.device.type == "cuda":
+        from omni_notebook.memory.cumem import cumem_pool  # noqa: PLC0415  (asks the device)
+
+        return cumem_pool(worker.device.index or 0)
+    return create_pool(worker.device.type, spill_dir=config.spill_dir, backup=config.backup)
+
+
+def adopt(worker: Any, modules: Iterable[nn.Module], pool: MemoryPool) -> None:
+    """Move, or where vLLM's allocator has it already only register, all that a worker holds.
+
+    Raises:
+        OmniError: something holds on to the old memory.
+    """
+    for module in modules:
+        pool.adopt(module, WEIGHTS)
+    if pool.platform == "cpu":
+        adopt_kv_cache(worker, pool)
+
+
+def loose_tensors(pool: MemoryPool) -> list[torch.Tensor]:
+    """What lies among the weights and belongs to no module: no checkpoint has it."""
+    return pool.loose_tensors(WEIGHTS) if isinstance(pool, CumemPool) else []
 
 
 def adopt_kv_cache(worker: Any, pool: MemoryPool) -> None:

@@ -1,16 +1,15 @@
 """One rank inside a vLLM worker: our orders over vLLM's model and memory.
 
-Orders come one at a time on the worker's own thread. A second thread tells the host what memory there is, and ends
-the process group when the host is gone, because vLLM's processes would outlive it.
+Orders come one at a time on the worker's own thread. A second thread tells the host what memory there is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,7 @@ from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport, LoRAReport
-from omni_notebook.worker.vllm import leftovers
-from omni_notebook.worker.vllm.memory import adopt_kv_cache, make_pool
+from omni_notebook.worker.vllm.memory import adopt, loose_tensors, make_pool
 from omni_notebook.worker.vllm.runner import VllmRunner
 from omni_notebook.worker.vllm.wire import Attach, RankReply, RankSample, packed
 from omni_notebook.worker.weights import Weights
@@ -68,7 +66,7 @@ class VllmRank:
         )
         self._source = None if attach.source is None else Path(attach.source)
         self._version = spec.version
-        self._guard = _Guard(attach, self.sample)
+        _tick(self.sample)
 
     def answer(self, number: int, method: str, arguments: bytes) -> None:
         """Carry out one order; the answer goes to the host."""
@@ -109,12 +107,10 @@ class VllmRank:
 
     def load(self) -> LoadReport:
         """Move what vLLM has loaded into the pool, name the weights, begin the background backup."""
-        for module in self._runner.modules():
-            self._pool.adopt(module, WEIGHTS)
-        adopt_kv_cache(self._runner.worker, self._pool)
+        adopt(self._runner.worker, self._runner.modules(), self._pool)
         self._ballast.allocate()
         self._ballast.fill()
-        self._pool.keep(WEIGHTS, self._runner.kept_tensors())
+        self._pool.keep(WEIGHTS, [*self._runner.kept_tensors(), *loose_tensors(self._pool)])
         self._weights.adopt(self._source, self._version)
         self._backed_up()
         return LoadReport(
@@ -296,23 +292,13 @@ class _Link:
             self._socket.send(data)
 
 
-class _Guard:
-    """A thread that calls `tick` now and then, and ends the process group once the host is gone."""
+def _tick(tick: Callable[[], None]) -> None:
+    """Call `tick` now and then, on a thread of its own."""
 
-    def __init__(self, attach: Attach, tick: Callable[[], None]) -> None:
-        self._folder = Path(attach.address).parent
-        self._names = set(attach.shared_memory)
-        self._host = os.pidfd_open(attach.host_pid)
-        self._ours = os.getpgrp() == attach.host_pid
-        self._tick = tick
-        threading.Thread(target=self._main, name="omni-guard", daemon=True).start()
+    def run() -> None:
+        while True:
+            time.sleep(TICK_S)
+            with contextlib.suppress(Exception):  # a measurement that fails must not end the thread
+                tick()
 
-    def _main(self) -> None:
-        watched = select.poll()
-        watched.register(self._host, select.POLLIN)
-        while not watched.poll(TICK_S * 1000):
-            with contextlib.suppress(Exception):  # a measurement that fails must not end the watch
-                self._tick()
-        if self._ours:
-            leftovers.clean(os.getpgrp(), self._names, self._folder)
-        os._exit(1)
+    threading.Thread(target=run, name="omni-memory", daemon=True).start()

@@ -42,16 +42,14 @@ class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True):
-    """The first order to a rank: what it belongs to, whom it watches, where its answers go (a datagram socket).
+    """The first order to a rank: what it belongs to, where its answers go (a datagram socket).
 
-    `source`: the checkpoint folder that vLLM has loaded. `shared_memory`: what has a name and is vLLM's.
+    `source`: the checkpoint folder that vLLM has loaded, None where the weights come from no file.
     """
 
     spec: WorkerSpec
-    host_pid: int
     address: str
     source: str | None
-    shared_memory: tuple[str, ...]
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):

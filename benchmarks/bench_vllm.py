@@ -1,0 +1,216 @@
+"""A vLLM stage beside bare `AsyncLLM`: throughput, first token, and on CUDA sleep and wake against its own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from benchmarks import Figure
+from benchmarks.vllm_models import BIG, SMALL, write_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAIRS, REQUESTS, TOKENS, FIRSTS = 12, 8, 96, 24
+STUDENT_T = 2.20
+"""For 11 degrees of freedom, 95 %."""
+LOSS, FIRST_MS = 0.02, 1.0
+CYCLES = 5
+PROMPT = list(range(3, 131))
+
+
+class Side(Protocol):
+    """One of the two that are compared."""
+
+    async def generate(self, name: str, tokens: int) -> float:
+        """Answer one prompt with so many tokens; seconds to the first."""
+        ...
+
+
+class Ours:
+    """Through our engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def generate(self, name: str, tokens: int) -> float:
+        """See `Side`."""
+        began_s, first_s = time.perf_counter(), None
+        params = {"max_tokens": tokens, "seed": 1}
+        async for _ in self._engine.generate({"prompt_token_ids": PROMPT}, request_id=name, sampling_params=params):
+            first_s = first_s or time.perf_counter() - began_s
+        return first_s or 0.0
+
+
+class Bare:
+    """vLLM's own `AsyncLLM`, with the same arguments."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    async def generate(self, name: str, tokens: int) -> float:
+        """See `Side`."""
+        from vllm import SamplingParams  # noqa: PLC0415
+        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=1, output_kind=RequestOutputKind.DELTA)
+        began_s, first_s = time.perf_counter(), None
+        async for _ in self.llm.generate({"prompt_token_ids": PROMPT}, params, name):
+            first_s = first_s or time.perf_counter() - began_s
+        return first_s or 0.0
+
+
+async def _rate(side: Side, name: str) -> float:
+    """Tokens a second of several requests at once."""
+    began_s = time.perf_counter()
+    await asyncio.gather(*(side.generate(f"{name}-{number}", TOKENS) for number in range(REQUESTS)))
+    return REQUESTS * TOKENS / (time.perf_counter() - began_s)
+
+
+async def _compare(ours: Side, bare: Side) -> list[Figure]:
+    for side, name in ((ours, "warm-o"), (bare, "warm-b")):
+        await _rate(side, name)
+    losses, rates = [], []
+    for pair in range(PAIRS):
+        order = (bare, ours) if pair % 2 else (ours, bare)
+        found = {side: await _rate(side, f"p{pair}-{place}") for place, side in enumerate(order)}
+        losses.append(1 - found[ours] / found[bare])
+        rates.append(found[bare])
+    firsts: dict[Side, list[float]] = {ours: [], bare: []}
+    for number in range(FIRSTS):
+        for side in (ours, bare):
+            firsts[side].append(1e3 * await side.generate(f"f{number}-{id(side)}", 2))
+    return [_throughput(losses, rates), _first(firsts[ours], firsts[bare])]
+
+
+def _throughput(losses: list[float], rates: list[float]) -> Figure:
+    mean = statistics.mean(losses)
+    half = STUDENT_T * statistics.stdev(losses) / len(losses) ** 0.5
+    return Figure(
+        what="generation through a vLLM stage",
+        value=1e2 * mean,
+        unit="% slower",
+        floor=statistics.median(rates),
+        floor_is="tokens/s of bare AsyncLLM, not %",
+        bar=f"≤ {LOSS:.0%}",
+        met=True if mean + half <= LOSS else False if mean - half > LOSS else None,
+        note=f"± {1e2 * half:.1f} % (95 %), {len(losses)} pairs of {REQUESTS} requests",
+    )
+
+
+def _first(ours: list[float], bare: list[float]) -> Figure:
+    added = statistics.median(ours) - statistics.median(bare)
+    return Figure(
+        what="time to the first token, added",
+        value=added,
+        unit="ms",
+        floor=statistics.median(bare),
+        floor_is="bare AsyncLLM's own, median",
+        bar=f"≤ {FIRST_MS:g} ms",
+        met=added <= FIRST_MS,
+        note=f"medians of {len(ours)} each, in turns; best {min(ours):.1f} against {min(bare):.1f} ms",
+    )
+
+
+async def _cycles(engine: Any, bare: Bare) -> list[Figure]:
+    """Sleep and wake of both, in turns; vLLM's level 2 is woken by its own recipe (wake, then reload)."""
+    took: dict[str, list[float]] = {}
+
+    async def timed(what: str, work: Any) -> None:
+        began_s = time.perf_counter()
+        await work
+        took.setdefault(what, []).append(time.perf_counter() - began_s)
+
+    async def reload() -> None:
+        await bare.llm.wake_up(["weights"])
+        await bare.llm.collective_rpc("reload_weights")
+        await bare.llm.wake_up(["kv_cache"])
+
+    for _ in range(CYCLES):
+        await timed("ours: sleep 1", engine.sleep([0], level=1))
+        await timed("ours: wake 1", engine.wake_up([0]))
+        await timed("vLLM: sleep 1", bare.llm.sleep(1))
+        await timed("vLLM: wake 1", bare.llm.wake_up())
+        await timed("ours: sleep 2", engine.sleep([0], level=2))
+        await timed("ours: wake 2", engine.wake_up([0]))
+        await timed("vLLM: sleep 2", bare.llm.sleep(2))
+        await timed("vLLM: wake 2", reload())
+    return [
+        Figure(
+            what=f"{what}, {when}",
+            value=pick(took[f"ours: {what}"]),
+            unit="s",
+            floor=pick(took[f"vLLM: {what}"]),
+            floor_is="vLLM's own in the same run",
+            bar="no slower",
+            met=pick(took[f"ours: {what}"]) <= 1.05 * pick(took[f"vLLM: {what}"]),
+            note=f"{CYCLES} cycles in turns; ours measures, checks and answers a rank",
+        )
+        for what in ("sleep 1", "wake 1", "sleep 2", "wake 2")
+        for when, pick in (("first", lambda times: times[0]), ("best after", lambda times: min(times[1:])))
+    ]
+
+
+def measure() -> Iterator[Figure]:
+    """All of them; both engines are there at the same time."""
+    if importlib.util.find_spec("vllm") is None:
+        yield Figure(what="a vLLM stage against AsyncLLM", value=0.0, unit="–", note="vLLM is not installed: not run")
+        return
+    yield from asyncio.run(_measure())
+
+
+async def _measure() -> list[Figure]:
+    import torch  # noqa: PLC0415
+
+    from omni_notebook import AsyncOmni  # noqa: PLC0415
+
+    cuda = torch.cuda.is_available()
+    where = Path(os.environ.get("OMNI_BENCH_MODELS", tempfile.gettempdir()))
+    folder = write_llama(where / ("llama-big" if cuda else "llama-small"), BIG if cuda else SMALL)
+    room: dict[str, Any] = {} if cuda else {"kv_cache_memory_bytes": 256 << 20}
+    room |= {"enforce_eager": True, "max_num_batched_tokens": 2048}
+    share = 0.4 if cuda else 0.9
+    engine = AsyncOmni(
+        str(folder), runtime="vllm", max_num_seqs=64, max_model_len=2048, gpu_memory_utilization=share, engine_args=room
+    )
+    try:
+        bare = Bare(_bare(folder, cuda=cuda, share=share, room=room))
+        try:
+            figures = await _compare(Ours(engine), bare)
+            return figures + (await _cycles(engine, bare) if cuda else [])
+        finally:
+            bare.llm.shutdown()
+    finally:
+        engine.shutdown()
+
+
+def _bare(folder: Path, *, cuda: bool, share: float, room: dict[str, Any]) -> Any:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": "auto" if cuda else "float32",
+        "skip_tokenizer_init": True,
+        "enable_sleep_mode": cuda,
+        "max_num_seqs": 64,
+        "max_model_len": 2048,
+        "gpu_memory_utilization": share,
+        "disable_log_stats": True,
+        **room,
+    }
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+if __name__ == "__main__":
+    for figure in measure():
+        sys.stdout.write(f"{figure}\n")

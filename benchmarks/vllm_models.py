@@ -103,4 +103,4 @@ def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) 
     value = torch.randn(shape, device=device) * (2.0 / shape[1] ** 0.5)
     if name == "lm_head.weight":
         value[2] = 0.0  # the end token: texts are as long as asked for
-    return value.to(dtype).cpu()
+    return torch.as_tensor(value.to(dtype).cpu())

@@ -6,6 +6,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS
@@ -13,9 +14,7 @@ from omni_notebook.memory.cumem import CumemPool
 from omni_notebook.memory.platforms import create_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import nn
+    from collections.abc import Iterable, Iterator, Sequence
 
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
@@ -40,15 +39,27 @@ def adopt(worker: Any, modules: Iterable[nn.Module], pool: MemoryPool) -> None:
     Raises:
         OmniError: something holds on to the old memory.
     """
+    if isinstance(pool, CumemPool):
+        pool.adopt(_as_module(kv_tensors(worker)), KV_CACHE)  # first: what is known to be cache is not kept
     for module in modules:
         pool.adopt(module, WEIGHTS)
-    if pool.platform == "cpu":
+    if not isinstance(pool, CumemPool):
         adopt_kv_cache(worker, pool)
 
 
-def loose_tensors(pool: MemoryPool) -> list[torch.Tensor]:
-    """What lies among the weights and belongs to no module: no checkpoint has it."""
-    return pool.loose_tensors(WEIGHTS) if isinstance(pool, CumemPool) else []
+def _as_module(tensors: Iterable[torch.Tensor]) -> nn.Module:
+    module = nn.Module()
+    for number, tensor in enumerate(tensors):
+        module.register_buffer(f"tensor{number}", tensor)
+    return module
+
+
+def keep(pool: MemoryPool, buffers: Sequence[torch.Tensor]) -> None:
+    """Have every level keep what no checkpoint has: buffers, and what vLLM allocated and no module owns."""
+    pool.keep(WEIGHTS, buffers)
+    if isinstance(pool, CumemPool):
+        for tag in (WEIGHTS, KV_CACHE):
+            pool.keep(tag, pool.loose_tensors(tag))
 
 
 def adopt_kv_cache(worker: Any, pool: MemoryPool) -> None:

@@ -28,7 +28,7 @@ from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport, LoRAReport
-from omni_notebook.worker.vllm.memory import adopt, loose_tensors, make_pool
+from omni_notebook.worker.vllm.memory import adopt, keep, make_pool
 from omni_notebook.worker.vllm.runner import VllmRunner
 from omni_notebook.worker.vllm.wire import Attach, RankReply, RankSample, packed
 from omni_notebook.worker.weights import Weights
@@ -110,7 +110,7 @@ class VllmRank:
         adopt(self._runner.worker, self._runner.modules(), self._pool)
         self._ballast.allocate()
         self._ballast.fill()
-        self._pool.keep(WEIGHTS, [*self._runner.kept_tensors(), *loose_tensors(self._pool)])
+        keep(self._pool, self._runner.kept_tensors())
         self._weights.adopt(self._source, self._version)
         self._backed_up()
         return LoadReport(

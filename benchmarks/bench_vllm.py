@@ -206,6 +206,7 @@ async def _measure() -> list[Figure]:
 def _bare(folder: Path, *, cuda: bool, share: float, room: dict[str, Any]) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 

@@ -38,8 +38,8 @@ class Answered:
 
     @property
     def title(self) -> str:
-        """`sleep 2`, `wake`."""
-        return f"{self.order} {self.level}" if self.order == "sleep" and self.level else self.order
+        """`sleep L2`, `wake`."""
+        return f"{self.order} L{self.level}" if self.order == "sleep" and self.level else self.order
 
     @property
     def noop(self) -> bool:

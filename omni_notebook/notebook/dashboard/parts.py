@@ -11,6 +11,7 @@ from omni_notebook.notebook import charts
 from omni_notebook.notebook.dashboard import looks
 from omni_notebook.notebook.dashboard.log import Moved
 from omni_notebook.notebook.dashboard.orders import CLOSED
+from omni_notebook.protocol import PauseState
 from omni_notebook.verbs import hints
 
 if TYPE_CHECKING:
@@ -76,13 +77,15 @@ def units_of_time(seconds: float) -> str:
 
 def card(stage: StageStatus, *, closed: bool = False) -> str:
     """What a stage is and does."""
-    sign, colour = looks.badge(stage.state, closed=closed)
+    paused = stage.pause_state is not PauseState.OPEN
+    sign, colour = looks.badge(stage.state, closed=closed, paused=paused)
     state = "STOPPED" if closed else hints.memory_words(stage)
     name, kind = f"{stage.stage_id} {stage.name}", f"{stage.kind} · {stage.runtime} · {_short(stage.model)}"
     title = (
         f'<div title="{looks.text(stage.model)}"><span class="omni-title">{looks.text(name)}</span> '
         f'<span class="omni-soft">{looks.text(kind)}</span></div>'
-        f'<div style="font-weight:600"><span aria-hidden="true" style="color:{colour}">{sign}</span> '
+        f'<div style="font-weight:600"{_held_out(paused=paused and not closed)}>'
+        f'<span aria-hidden="true" style="color:{colour}">{sign}</span> '
         f"{looks.text(state)}{_pause(stage, closed=closed)}</div>"
     )
     facts = "".join(f"<span>{looks.text(name)}</span><span>{looks.text(text)}</span>" for name, text in _facts(stage))
@@ -100,6 +103,11 @@ def _pause(stage: StageStatus, *, closed: bool) -> str:
         return ""
     mode = f" ({stage.pause_mode})" if stage.pause_mode else ""
     return f' <span class="omni-soft">·</span> {looks.text(f"{stage.pause_state}{mode}")}'
+
+
+def _held_out(*, paused: bool) -> str:
+    """A tooltip on the state: what a pause means for a new request."""
+    return f' title="{looks.text(f"paused; a new request: {hints.NEW_REQUESTS}")}"' if paused else ""
 
 
 def _facts(stage: StageStatus) -> Iterable[tuple[str, str]]:

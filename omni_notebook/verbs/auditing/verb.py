@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError, OmniError
+from omni_notebook.protocol import sampling_params_from
 from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.calls import in_front
 from omni_notebook.verbs.auditing.judging import GROWTH_CYCLES
 from omni_notebook.verbs.auditing.plan import PROMPT, SEED, plan_from
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
-from omni_notebook.verbs.jobs import Work, add_background
+from omni_notebook.verbs.jobs import Work, add_background, written
 from omni_notebook.verbs.parsing import VerbParser, add_out, add_stages, size
 from omni_notebook.verbs.registry import verb
 from omni_notebook.verbs.waits import Background, in_thread
@@ -59,7 +60,7 @@ class Audit:
         """The result; it is kept before an interrupt that came too late is raised. With --bg a job that comes to it."""
         plan, files = _plan(session, args), _files(args)
         if args.bg:
-            job = _in_background(session, plan, files)
+            job = _in_background(session, plan, files, written(self.name, args))
             session.store(args.out, job)
             return job
         try:
@@ -73,9 +74,10 @@ class Audit:
         return result
 
 
-def _in_background(session: Session, plan: Plan, files: dict[str, Path]) -> Job[AuditResult]:
+def _in_background(session: Session, plan: Plan, files: dict[str, Path], line: str) -> Job[AuditResult]:
     engine, wait = session.engine, Background()
     plan.stages(engine.status())  # a refusal is this line's, not the job's
+    sampling_params_from(plan.params)
 
     def work() -> AuditResult:
         result = Auditor(engine, plan, wait).run()
@@ -84,7 +86,6 @@ def _in_background(session: Session, plan: Plan, files: dict[str, Path]) -> Job[
 
     with interrupts_held():
         future = in_thread(work, "omni-audit")
-        line = f"audit --level {plan.level} --cycles {plan.cycles}"
         return session.jobs.start(Work(line, future, stop=wait.stop.set, gauge=wait.progress))
 
 

@@ -73,11 +73,11 @@ def test_a_press_sleeps_and_wakes_a_stage_and_the_card_tells(real, until):
     assert not button(dashboard, 0, Press.SLEEP_2).disabled
     assert button(dashboard, 0, Press.WAKE).disabled
     click(dashboard, 0, Press.SLEEP_2)
-    until(lambda: "ASLEEP (level 2)" in card(dashboard, 0)[0] and "✓ Sleep 2: 1 rank freed" in card(dashboard, 0)[1])
+    until(lambda: "ASLEEP (level 2)" in card(dashboard, 0)[0] and "✓ Sleep L2: 1 rank freed" in card(dashboard, 0)[1])
     assert real.status().stages[0].state == MemoryState.ASLEEP
     assert button(dashboard, 0, Press.SLEEP_1).disabled
     assert "its weights are gone" in button(dashboard, 0, Press.SLEEP_1).tooltip
-    until(lambda: "sleep 2 −" in dashboard.frame.chart)
+    until(lambda: "sleep L2 −" in dashboard.frame.chart)
     assert "✓ freed" in words(dashboard.frame.log)
     click(dashboard, 0, Press.WAKE)
     until(lambda: "✓ Wake: 1 rank mapped" in card(dashboard, 0)[1])
@@ -229,7 +229,7 @@ def test_the_table_is_made_only_while_someone_looks(engine, shown, until):
 def test_a_busy_stages_error_is_one_line_in_verbs(engine, shown, until):
     engine.error = busy_error()
     click(shown, 0, Press.SLEEP_1)
-    until(lambda: "✗ Sleep 1" in card(shown, 0)[1])
+    until(lambda: "✗ Sleep L1" in card(shown, 0)[1])
     assert "stage 0 is busy: call %omni sleep 0 --mode keep (or wait, abort)" in card(shown, 0)[1]
     assert engine.calls == [("sleep", [0], 1, "keep", False)]
 

@@ -86,7 +86,7 @@ def test_up_to_sixteen_ranks_each_has_a_panel_with_a_name_for_those_who_do_not_s
     names = re.findall(r'<svg role="img" aria-label="([^"]*)"', chart)
     assert len(names) == n
     assert names[0] == (
-        "0 thinker · rank 0: memory of the last 30 s; now 0 B resident of 1.52 GiB mapped; sleep 2 −1.52 GiB 10 s ago"
+        "0 thinker · rank 0: memory of the last 30 s; now 0 B resident of 1.52 GiB mapped; sleep L2 −1.52 GiB 10 s ago"
     )
     assert names[-1].startswith(f"1 painter · rank {n // 2 - 1}: memory of the last 30 s; now 1.52 GiB resident")
 
@@ -192,8 +192,8 @@ def test_sleeps_and_wakes_are_marked_with_what_they_moved_on_the_ranks_that_answ
     samples.order([ack(1, 0, freed_bytes=0, noop=True)], "sleep", "n")
     marks = [[(mark.label, mark.ok) for mark in panel.marks] for panel in chart_of(samples).panels]
     assert marks == [
-        [("wake +1.52 GiB", True), ("sleep 2 −1.52 GiB", True)],
-        [("wake ERROR", False), ("sleep 2 −1.52 GiB", True)],
+        [("wake +1.52 GiB", True), ("sleep L2 −1.52 GiB", True)],
+        [("wake ERROR", False), ("sleep L2 −1.52 GiB", True)],
         [],
         [],
     ]
@@ -205,7 +205,7 @@ def test_words_of_marks_never_overlap_and_every_mark_keeps_its_line():
         samples.sample(two_stages(2), 2)
         samples.order([ack(0, 0, freed_bytes=1556 * MIB)], task_id=f"t{number}")
     drawn = svg.panel_svg(chart_of(samples).panels[0], 15.0)
-    assert drawn.count("<title>sleep 2") == 12
+    assert drawn.count("<title>sleep L2") == 12
     words = re.findall(r'<text x="([\d.-]+)" y="(\d+)" font-size="10">(sleep[^<]*)<', drawn)
     assert 2 <= len(words) < 12
     for y in {y for _, y, _ in words}:
@@ -270,6 +270,15 @@ def test_reclaimed_bars_of_many_ranks_are_grouped_and_lose_no_byte():
     freed = sum(s.n_bytes for bar in bars for s in bar.segments if s.look is charts.FREED)
     held = sum(s.n_bytes for bar in bars for s in bar.segments if s.look is charts.RESIDUAL)
     assert (freed, held) == (sum(range(1, 301)) * MIB, 300 * GIB)
+
+
+def test_a_stage_that_is_paused_has_another_dot_and_says_what_becomes_of_a_new_request():
+    held = parts.card(stage(pause_state=PauseState.PAUSED, pause_mode="keep"))
+    assert f"color:{charts.ORANGE}" in held
+    assert "%omni generate refuses at once; engine.generate() waits up to 60 s (admission_timeout)" in held
+    assert f"color:{charts.GREEN}" in parts.card(stage())
+    for other in (parts.card(stage()), parts.card(stage(pause_state=PauseState.PAUSED), closed=True)):
+        assert "admission_timeout" not in other
 
 
 def test_host_copies_stand_beside_device_memory():

@@ -22,7 +22,7 @@ def test_the_ranks_of_one_order_are_one_entry():
         log.take(answered("a", rank=rank), 1.0 + rank)
     log.take(answered("b", order="wake", state="WARM", level=None, freed_bytes=0), 9.0)
     assert [(entry.title, len(entry.acks), entry.at_s) for entry in log.orders] == [
-        ("sleep 2", 3, 1.0),
+        ("sleep L2", 3, 1.0),
         ("wake", 1, 9.0),
     ]
 

@@ -128,10 +128,9 @@ def _in_background(
     gauge.engine = engine = session.engine
 
     def is_sign(event: Event) -> bool:
-        moves = isinstance(event, StateEvent) and (
-            event.state in hints.MOVING or event.pause_state is PauseState.PAUSING
-        )
-        return moves and (stages is None or event.stage_id in stages)
+        if not isinstance(event, StateEvent) or (stages is not None and event.stage_id not in stages):
+            return False
+        return event.state in hints.MOVING or event.pause_state is PauseState.PAUSING
 
     with interrupts_held():
         future = begin(engine, make(engine), is_sign)

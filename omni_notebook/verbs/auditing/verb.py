@@ -34,8 +34,9 @@ class Audit:
 
     Generates twice from the prompt, then sleeps, looks at the ranks' processes from another process, wakes and
     generates again; each --cycles once more. The engine must be idle, the stages awake. --probe takes that much memory
-    while they sleep, as a trainer would, and gives it back. Level 2 never gives up weights that can not be had again.
-    Example: %omni audit 0 1 --level 2 --prompt "a red star" --cycles 10 --html audit.html
+    while they sleep, as a trainer would, and gives it back: the first line then says whether a trainer may take it.
+    Afterwards the stages are awake again. Level 2 never gives up weights that can not be had again.
+    Example: %omni audit 0 1 --level 2 --prompt "a red star" --probe 256MiB --html audit.html
     """
 
     name = "audit"
@@ -70,7 +71,8 @@ class Audit:
                 session.store(args.out, interrupt.result)
             raise
         session.store(args.out, result)
-        write(result, files)
+        paths = write(result, files)
+        session.frontend.write("".join(f"{line}\n" for line in (*result.first_lines(), *map(_written, paths))))
         return result
 
 
@@ -117,8 +119,12 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-def write(result: AuditResult, files: dict[str, Path]) -> None:
-    """Write the report's files.
+def _written(path: Path) -> str:
+    return f"written: {path}"
+
+
+def write(result: AuditResult, files: dict[str, Path]) -> list[Path]:
+    """Write the report's files; where they are.
 
     Raises:
         OmniError: one could not be written; the verdict is in the message.
@@ -129,3 +135,4 @@ def write(result: AuditResult, files: dict[str, Path]) -> None:
         except OSError as error:
             msg = f"the audit ended with {result.verdict}, but {path} could not be written: {error.strerror or error}"
             raise OmniError(msg) from None
+    return [path.absolute() for path in files.values()]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 KEPT_ORDERS = 64
 KEPT_ACKS = 4096
+RESTARTS = "restarts"
 Place = tuple[int, int, int]
 """stage id, replica, rank"""
 
@@ -67,6 +68,8 @@ class Log:
         self.moves: deque[Moved] = deque(maxlen=KEPT_ORDERS)
         self._orders: OrderedDict[str, Answered] = OrderedDict()
         self._last: dict[Place, OmniACK] = {}
+        self._last_sleep: dict[Place, OmniACK] = {}
+        self._since: dict[Place, str] = {}
         self._before: dict[int, StateEvent] = {}
         self._n_acks = 0
 
@@ -79,6 +82,15 @@ class Log:
     def last_acks(self) -> list[OmniACK]:
         """Each rank's last answer to an order that moved something, in order of ranks."""
         return [self._last[place] for place in sorted(self._last)]
+
+    @property
+    def last_sleeps(self) -> list[OmniACK]:
+        """Each rank's last answer to a sleep that moved something, in order of ranks; a wake does not take it away."""
+        return [self._last_sleep[place] for place in sorted(self._last_sleep)]
+
+    def since(self, ack: OmniACK) -> str:
+        """What has happened to a rank since its last sleep: "since woken", "since restarted", or nothing."""
+        return self._since.get(place_of(ack), "")
 
     def take(self, event: Event, at_s: float) -> None:
         """Take an event that arrived at `at_s` of the chart's clock; samples and requests are not kept."""
@@ -97,13 +109,28 @@ class Log:
         known.acks.append(event.ack)
         if not event.ack.metadata.get("noop"):
             self._last[place_of(event.ack)] = event.ack
+            self._note_sleep(event)
         self._n_acks += 1
         while len(self._orders) > 1 and (len(self._orders) > KEPT_ORDERS or self._n_acks > KEPT_ACKS):
             _, oldest = self._orders.popitem(last=False)
             self._n_acks -= len(oldest.acks)
 
+    def _note_sleep(self, event: AckEvent) -> None:
+        place = place_of(event.ack)
+        if event.order == "sleep":
+            if place in self._last_sleep and event.ack.ok and event.ack.metadata.get("host_freed_bytes"):
+                return  # level 1 to 2: only its copy went, what it gave back before stands
+            self._last_sleep[place] = event.ack
+            self._since.pop(place, None)
+        elif event.ack.ok:
+            self._since[place] = "since woken"
+
     def _move(self, event: StateEvent, at_s: float) -> None:
         words = _words(event, self._before.get(event.stage_id))
+        if words == RESTARTS:
+            self._since.update(
+                dict.fromkeys((p for p in self._last_sleep if p[0] == event.stage_id), "since restarted")
+            )
         self._before[event.stage_id] = event
         if words:
             failed = words.startswith("FAILED") or event.pause_state == PauseState.PAUSE_FAILED
@@ -117,7 +144,7 @@ def _words(event: StateEvent, before: StateEvent | None) -> str:
     if event.state == MemoryState.NEEDS_WEIGHTS and "failed" in event.reason:
         return event.reason
     if event.reason == "restart":
-        return "restarts"
+        return RESTARTS
     if event.reason == "loaded" or event.reason.startswith("weights "):
         return f"{event.reason}, {event.state}"
     paused = PauseState.OPEN if before is None else before.pause_state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from omni_notebook import units
@@ -29,6 +30,7 @@ CSS = f"""
 .omni-dash table {{ border-collapse: collapse; color: inherit; font-variant-numeric: tabular-nums; }}
 .omni-dash th, .omni-dash td {{ padding: 2px 8px; text-align: left; vertical-align: top; }}
 .omni-dash tr {{ border-bottom: 1px solid {looks.LINE}; background: none; }}
+.omni-dash .omni-numbers td {{ white-space: nowrap; }}
 .omni-dash .omni-soft {{ color: {looks.SOFT}; }}
 .omni-dash .omni-alarm {{ color: {looks.ALARM}; overflow-wrap: anywhere; }}
 .omni-dash .omni-title {{ font-weight: 600; }}
@@ -164,13 +166,28 @@ def notice(text: str) -> str:
 
 
 def reclaimed(log: Log) -> str:
-    """Freed against what is left, a rank (or a group of ranks), from each rank's last ACK."""
-    acks = log.last_acks
-    title = '<div class="omni-title">Reclaimed and residual, from each rank\'s last ACK</div>'
+    """Freed against what its process still held, a rank (or a group of ranks), from each rank's last sleep."""
+    acks = log.last_sleeps
+    title = '<div class="omni-title">Last sleep of each rank: freed, still held</div>'
     if not acks:
-        return dash(f'{title}<div class="omni-soft">no rank has answered a sleep or a wake since this opened</div>')
-    bars = charts.ack_bars(acks) if len(acks) <= MOST_BARS else grouped_bars(acks)
-    return dash(title + _bars(bars, "reclaimed and residual memory by rank"))
+        return dash(f'{title}<div class="omni-soft">no rank has slept since this opened</div>')
+    if len(acks) > MOST_BARS:
+        return dash(title + _since_then(log, acks) + _bars(grouped_bars(acks), "freed and still held memory by rank"))
+    since = {units.place(ack): log.since(ack) for ack in acks}
+    bars = [
+        replace(bar, note=" · ".join(filter(None, (bar.note, since.get(bar.label))))) for bar in charts.ack_bars(acks)
+    ]
+    shared = any(bar.label not in since for bar in bars)
+    return dash(title + _bars(bars, "freed and still held memory by rank") + (_since_then(log, acks) if shared else ""))
+
+
+def _since_then(log: Log, acks: Sequence[OmniACK]) -> str:
+    """A line for what is not one rank's: these are figures of the sleep, and many ranks may be awake now."""
+    moved = sum(bool(log.since(ack)) for ack in acks)
+    if not moved:
+        return ""
+    words = f"as it was asleep; {units.count(moved, 'rank')} of {len(acks)} since woken or restarted"
+    return f'<div class="omni-soft">{words}</div>'
 
 
 def _bars(bars: Sequence[charts.Bar], title: str) -> str:
@@ -320,10 +337,10 @@ def _answer(ack: OmniACK) -> str:
         return "✓ nothing to do, it was so already"
     mapped = facts.get("mapped_bytes") or 0
     moved = f"mapped {units.size(mapped)}" if mapped and not ack.freed_bytes else f"freed {units.size(ack.freed_bytes)}"
-    left = facts.get("residual_bytes")
+    held = facts.get("residual_bytes")
     parts = [
         moved,
-        "" if left is None else f"{units.size(left)} left in its process",
+        "" if held is None else f"{units.size(held)} still held by its process",
         f"host freed {units.size(facts['host_freed_bytes'])}" if facts.get("host_freed_bytes") else "",
         units.milliseconds(facts["latency_ms"]) if facts.get("latency_ms") is not None else "",
         str(facts["note"]) if facts.get("note") else "",
@@ -358,7 +375,8 @@ def table(status: EngineStatus) -> str:
     )
     left = f'<div class="omni-soft">and {len(rows) - SHOWN_ROWS} more rows</div>' if len(rows) > SHOWN_ROWS else ""
     return dash(
-        f'<div class="omni-scroll"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>{left}'
+        f'<div class="omni-scroll omni-numbers"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+        f"</div>{left}"
     )
 
 

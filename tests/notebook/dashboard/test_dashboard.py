@@ -118,15 +118,21 @@ def test_a_worker_that_dies_is_shown_and_restart_brings_it_back(shell, until):
         assert "✗ worker dead" in words(dashboard._pieces._chart.value)
         click(dashboard, 0, Press.RESTART)
         until(lambda: "AWAKE" in card(dashboard, 0)[0] and "✓ Restart" in card(dashboard, 0)[1], 30)
+        assert re.search(r"✓ Restart: new workers, \d+\.\d MiB loaded in [\d.]+ m?s", card(dashboard, 0)[1])
         assert "worker dead" not in words(dashboard._pieces._chart.value)
         dashboard.close()
 
 
 def test_an_engine_that_stops_is_shown_and_let_go(real, until):
     dashboard = omni.dashboard(real)
+    click(dashboard, 0, Press.SLEEP_1)
+    until(lambda: "✓ Sleep L1" in card(dashboard, 0)[1])
     real.shutdown()
     until(lambda: dashboard.frame.last)
     assert "shut down" in words(dashboard._pieces._head.value)
+    assert "Sleep L1" not in card(dashboard, 0)[1], "what became of a press of an engine that has ended"
+    assert dashboard.frame.view.window.values[:, -1].tolist() == [0.0] * len(dashboard.frame.view.window.keys)
+    assert "worker dead" not in words(dashboard._pieces._chart.value)
     assert "STOPPED" in card(dashboard, 0)[0]
     assert all(button(dashboard, 0, press).disabled for press in Press)
     until(lambda: dashboard.sampler.engine is None)

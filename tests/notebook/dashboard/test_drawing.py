@@ -73,7 +73,7 @@ def test_no_ranks_and_no_stages_say_so_and_are_not_blank():
     frame = Samples().sample(status()).frame()
     assert "no ranks" in frame.chart
     assert frame.cards == ()
-    assert "no rank has answered" in frame.reclaimed
+    assert "no rank has slept" in frame.reclaimed
     assert "none since this opened" in frame.log
     assert "no ranks" in still.picture(frame)
     figure = still.figure(frame)
@@ -250,7 +250,7 @@ def test_the_log_shows_answers_in_full_and_errors_where_they_are():
     text = re.sub(r"<[^>]*>", "|", log)
     assert "✗ OUT_OF_MEMORY: host RAM would not suffice" in text
     assert "✗ FAILED: WorkerDiedError: gone" in text
-    assert "✓ freed 1.52 GiB · 30.0 MiB left in its process" in text
+    assert "✓ freed 1.52 GiB · 30.0 MiB still held by its process" in text
     assert text.index("FAILED") < text.index("OUT_OF_MEMORY") < text.index("✓ freed")
     assert log.count('class="omni-wrong"') == 2
 
@@ -261,6 +261,31 @@ def test_an_order_of_many_ranks_is_one_line_and_the_errors_one_by_one():
     assert "1000 ranks answered · freed 1000.0 MiB · ✗ 20 with ERROR" in log
     assert log.count("✗ ERROR: stuck") == 8
     assert "and 12 more with ERROR" in log
+
+
+def test_the_last_sleeps_figures_stay_after_the_wake_and_say_so():
+    samples = slept(4)
+    before = re.sub(r"<[^>]*>", "|", samples.frame().reclaimed)
+    assert "Last sleep of each rank: freed, still held" in before
+    assert before.count("1.52 GiB · 30.0 MiB still held|") == 2
+    samples.order([ack(0, 0, freed_bytes=0, mapped_bytes=1556 * MIB, state="WARM")], order="wake", task_id="w")
+    after = re.sub(r"<[^>]*>", "|", samples.frame().reclaimed)
+    assert after.count("1.52 GiB · 30.0 MiB still held · since woken|") == 1
+    assert after.count("1.52 GiB · 30.0 MiB still held|") == 1
+
+
+def test_a_restart_is_marked_in_the_chart():
+    samples = slept(2)
+    samples.log.take(StateEvent(1.0, 1, MemoryState.WAKING, None, PauseState.OPEN, "restart"), samples.at_s - 1.0)
+    marks = [[(mark.label, mark.order) for mark in panel.marks] for panel in chart_of(samples).panels]
+    assert ("restart", "restart") in marks[1]
+    assert all(order != "restart" for _, order in marks[0])
+    assert "; restart" in samples.frame().chart
+
+
+def test_the_saved_picture_says_of_when_it_is_and_that_the_board_is_not_live():
+    page = still.as_html(slept(2).frame())
+    assert re.search(r"last picture, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+; run the cell for the live board", page)
 
 
 def test_reclaimed_bars_of_many_ranks_are_grouped_and_lose_no_byte():
@@ -341,7 +366,7 @@ def test_nothing_that_anyone_names_becomes_markup():
         assert (tags.names - allowed, tags.wrong) == (set(), [])
         assert not any(name.startswith("on") for name in tags.attributes)
     tags = Tags(still.as_html(frame))
-    assert tags.names - allowed == {"img"}
+    assert tags.names - allowed == {"img", "em"}
     assert len(tags.attributes["src"]) == 1
     assert tags.attributes["src"][0].startswith("data:image/svg+xml;base64,")
     assert "onerror" not in tags.attributes

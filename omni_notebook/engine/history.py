@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 LIMIT = 50
 """So many are shown where nobody says how many."""
-THIS = "this"
 CLOCK_S = 2.0
 """How far a process's start and the wall clock may lie apart."""
 MOST = 2**31
@@ -228,8 +227,7 @@ def history(
     """
     after = None if since is None else moment(since)
     path = _place()
-    own = _sessions_of_this_process(path) if session == THIS else None
-    number = None if session == THIS else session
+    own, number = (_sessions_of_this_process(path), None) if session == "this" else (None, session)
     wanted = Filter(stage=stage, rank=rank, since=after, session=number, errors=errors, limit=limit, sessions=own)
     return History(path, wanted.checked())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from omni_notebook import units
-from omni_notebook.engine.history import LIMIT, SINCE_FORMS, THIS, facts, history, moment
+from omni_notebook.engine.history import LIMIT, SINCE_FORMS, facts, history, moment
 from omni_notebook.engine.ledger_file import OFF, VARIABLE
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs.parsing import STAGE, VerbParser, add_out, stages
@@ -97,7 +97,7 @@ def number(text: str) -> int:
 
 def run_of(text: str) -> int | Literal["this"]:
     """An argument type: the number of a session, or `this` for those of this process."""
-    return "this" if text == THIS else number(text)
+    return "this" if text == "this" else number(text)
 
 
 def limit(text: str) -> int | None:

@@ -294,7 +294,7 @@ def _figure(bars: Sequence[Bar], title: str) -> Figure:
         _draw(axes, row, bar, unit)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize=9)
     axes.set_ylim(max(len(bars), 1) - 0.4, -0.6)
-    axes.set_xlim(0, 1.45 * max([bar.total_bytes / unit for bar in bars], default=0) or 1)
+    axes.set_xlim(0, 1.55 * max([bar.total_bytes / unit for bar in bars], default=0) or 1)
     axes.set_xlabel(name)
     axes.set_title(title, fontsize=11, loc="left")
     axes.spines[["top", "right"]].set_visible(False)

@@ -65,9 +65,10 @@ def test_orders_run_behind_and_their_answers_are_the_last_ones(session, engine):
     assert states(engine) == ["AWAKE", "AWAKE"]
 
 
-def test_an_audit_runs_behind_and_tells_which_step_it_is_in(session, engine, tmp_path):
+def test_an_audit_runs_behind_and_tells_which_step_it_is_in(session, engine, tmp_path, capsys):
     path = tmp_path / "audit.json"
     job = execute(session, f"audit --level 1 --steps 3 --cycles 2 --json {path} --bg")
+    assert capsys.readouterr().out == f"at its end: {path}\n"
     wait_until(lambda: "cycle 2 of 2" in job.words())
     result = job.result(30)
     assert isinstance(result, AuditResult)

@@ -88,6 +88,7 @@ def _in_background(session: Session, plan: Plan, files: dict[str, Path], line: s
 
     with interrupts_held():
         future = in_thread(work, "omni-audit")
+        session.frontend.write("".join(f"at its end: {path.absolute()}\n" for path in files.values()))
         return session.jobs.start(Work(line, future, stop=wait.stop.set, gauge=wait.progress))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from omni_notebook.protocol import AckEvent, MemoryState, PauseState, StateEvent
@@ -21,6 +21,15 @@ Place = tuple[int, int, int]
 def place_of(ack: OmniACK) -> Place:
     """Whose answer it is."""
     return ack.stage_id, ack.metadata.get("replica") or 0, ack.rank
+
+
+def _process_of(ack: OmniACK) -> tuple[object, ...]:
+    pid = ack.metadata.get("pid")
+    return place_of(ack) if pid is None else (pid, ack.metadata.get("device"))
+
+
+def _without_residual(ack: OmniACK) -> OmniACK:
+    return replace(ack, metadata={**ack.metadata, "residual_bytes": None})
 
 
 @dataclass(slots=True)
@@ -85,8 +94,13 @@ class Log:
 
     @property
     def last_sleeps(self) -> list[OmniACK]:
-        """Each rank's last answer to a sleep that moved something, in order of ranks; a wake does not take it away."""
-        return [self._last_sleep[place] for place in sorted(self._last_sleep)]
+        """Each rank's last answer to a sleep that moved something, in order of ranks; a wake does not take it away.
+
+        What a process held is left out of an answer where another rank of it has answered a later sleep.
+        """
+        newest = {_process_of(ack): ack.task_id for ack in self._last_sleep.values()}
+        found = (self._last_sleep[place] for place in sorted(self._last_sleep))
+        return [ack if newest[_process_of(ack)] == ack.task_id else _without_residual(ack) for ack in found]
 
     def since(self, ack: OmniACK) -> str:
         """What has happened to a rank since its last sleep: "since woken", "since restarted", or nothing."""
@@ -120,7 +134,8 @@ class Log:
         if event.order == "sleep":
             if place in self._last_sleep and event.ack.ok and event.ack.metadata.get("host_freed_bytes"):
                 return  # level 1 to 2: only its copy went, what it gave back before stands
-            self._last_sleep[place] = event.ack
+            self._last_sleep.pop(place, None)
+            self._last_sleep[place] = event.ack  # the newest stands last
             self._since.pop(place, None)
         elif event.ack.ok:
             self._since[place] = "since woken"

@@ -186,7 +186,7 @@ def _since_then(log: Log, acks: Sequence[OmniACK]) -> str:
     moved = sum(bool(log.since(ack)) for ack in acks)
     if not moved:
         return ""
-    words = f"as it was asleep; {units.count(moved, 'rank')} of {len(acks)} since woken or restarted"
+    words = f"the figures of that sleep; {moved} of {units.count(len(acks), 'rank')} since woken or restarted"
     return f'<div class="omni-soft">{words}</div>'
 
 

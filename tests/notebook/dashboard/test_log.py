@@ -59,6 +59,16 @@ def test_the_last_sleep_stands_after_the_wake_and_says_what_came_since():
     assert next((one.freed_bytes, log.since(one)) for one in log.last_sleeps) == (7, "")
 
 
+def test_what_a_process_holds_is_that_of_its_latest_sleep():
+    log = Log()
+    log.take(answered("a", stage_id=1, residual_bytes=500), 0.0)
+    log.take(answered("b", residual_bytes=700), 1.0)
+    log.take(answered("b", rank=1, residual_bytes=650), 1.0)
+    log.take(answered("a", stage_id=2, pid=7, residual_bytes=40), 2.0)
+    held = [(one.stage_id, one.rank, one.metadata["residual_bytes"]) for one in log.last_sleeps]
+    assert held == [(0, 0, 700), (0, 1, 650), (1, 0, None), (2, 0, 40)]
+
+
 def test_a_wake_that_failed_and_a_copy_that_was_dropped_leave_the_figures_of_the_sleep():
     log = Log()
     log.take(answered("a"), 0.0)

@@ -224,8 +224,11 @@ class Job(Generic[_T]):
 class JobList(Sequence[Job[Any]]):
     """Jobs, oldest first, as a cell shows them; `jobs[3]` is the one whose number is 3, `jobs[-1]` the newest."""
 
-    def __init__(self, jobs: Iterable[Job[Any]] = ()) -> None:
+    def __init__(
+        self, jobs: Iterable[Job[Any]] = (), shorten: Callable[[BaseException], None] = lambda _error: None
+    ) -> None:
         self._jobs = tuple(jobs)
+        self._shorten = shorten
 
     @overload
     def __getitem__(self, number: int) -> Job[Any]: ...
@@ -240,14 +243,15 @@ class JobList(Sequence[Job[Any]]):
             ArgumentError: there is none; names those that there are.
         """
         if isinstance(number, slice):
-            return JobList(self._jobs[number])
+            return JobList(self._jobs[number], self._shorten)
         if -len(self._jobs) <= number < 0:
             return self._jobs[number]
         found = next((job for job in self._jobs if job.number == number), None)
         if found is None:
             known = ", ".join(str(job.number) for job in self._jobs) or "none, %omni generate --bg starts one"
-            msg = f"there is no job {number}; jobs are: {known}"
-            raise ArgumentError(msg)
+            error = ArgumentError(f"there is no job {number}; jobs are: {known}")
+            self._shorten(error)
+            raise error
         return found
 
     def __iter__(self) -> Iterator[Job[Any]]:
@@ -284,7 +288,7 @@ class Jobs:
     def list(self) -> JobList:
         """Those that are known, oldest first."""
         with self._lock:
-            return JobList(self._jobs)
+            return JobList(self._jobs, self._session.frontend.shorten)
 
 
 _SHOWN_CHARS = 40

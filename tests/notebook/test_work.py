@@ -172,8 +172,9 @@ def test_the_list_of_jobs_is_a_table_with_errors_escaped(shell, cell, engine):
     before = len(session().jobs.list())
     ok(cell, "job = %omni generate <b>red</b> star --bg --steps 2\n_ = job.result()")
     cell("bad = %omni generate <i>red</i> and nothing else --max-tokens 1 --bg\nbad.result()")
-    jobs = ok(cell, "%omni jobs")
+    jobs = ok(cell, "jobs = %omni jobs\njobs")
     assert isinstance(jobs, JobList)
+    assert cell("jobs[999]")[1].startswith("ArgumentError: there is no job 999; jobs are: ")
     assert [str(job.state) for job in jobs[before:]] == ["done", "failed"]
     html = shell.display_formatter.format(jobs)[0]["text/html"]
     assert "<b>red" not in html

@@ -174,7 +174,9 @@ def test_the_list_of_jobs_is_a_table_with_errors_escaped(shell, cell, engine):
     cell("bad = %omni generate <i>red</i> and nothing else --max-tokens 1 --bg\nbad.result()")
     jobs = ok(cell, "jobs = %omni jobs\njobs")
     assert isinstance(jobs, JobList)
-    assert cell("jobs[999]")[1].startswith("ArgumentError: there is no job 999; jobs are: ")
+    shown = cell("jobs[999]")[1]
+    assert "ArgumentError: there is no job 999; jobs are: " in shown
+    assert len(shown.splitlines()) == 1
     assert [str(job.state) for job in jobs[before:]] == ["done", "failed"]
     html = shell.display_formatter.format(jobs)[0]["text/html"]
     assert "<b>red" not in html

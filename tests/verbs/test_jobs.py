@@ -89,7 +89,7 @@ def test_who_stops_waiting_does_not_stop_the_job(session, engine):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(job, 0.05)
 
-    with slow(engine, 0, 0.5, "prepare_sleep"):
+    with slow(engine, 0, 1.5, "prepare_sleep"):
         job = execute(session, "sleep 0 --bg")
         with pytest.raises(DeadlineError, match=r"job \d+ had not ended after 0.05 s; it goes on"):
             job.result(timeout=0.05)

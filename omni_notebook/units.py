@@ -39,6 +39,11 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.0f} ms" if value < 1000 else f"{value / 1000:.2f} s"
 
 
+def count(number: int, what: str) -> str:
+    """`1 image`, `2 images`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def place(ack: OmniACK) -> str:
     """`stage 0 · rank 1`, and the replica where it is not the first."""
     replica = ack.metadata.get("replica") or 0

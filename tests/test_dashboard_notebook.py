@@ -97,7 +97,7 @@ def test_the_still_dashboard_shows_the_last_state_and_what_was_ordered(found):
     assert "demo: 0 thinker AWAKE · 1 painter AWAKE" in drawn
     assert "0 thinker · rank 0" in drawn
     assert "1 painter · rank 0" in drawn
-    assert re.search(r"sleep 2 −1\d\d\.\d MiB", drawn)
+    assert re.search(r"sleep L2 −1\d\d\.\d MiB", drawn)
     for shown in (page, words):
         assert shown.count("SUCCESS") == 2  # each rank's last answer: the wake
         assert "ballast (filler, no model) 96.0 MiB / 96.0 MiB" in shown

@@ -65,8 +65,11 @@ def test_every_cell_ran_in_order_without_an_error_widget_or_path(folder, name):
 def test_the_audit_passes_and_shows_its_report_and_a_picture(folder):
     cell = by_start(code_cells(folder, AUDIT), "result = %omni audit")
     (shown,) = data(cell, "text/plain")
-    assert shown.startswith("audit PASS · level 2 · 5 of 5 cycles")
-    assert "1 image(s) the same in 5 of 5 [output]" in shown
+    answer, verdict = shown.splitlines()[:2]
+    assert answer.startswith("A trainer may take 256.0 MiB while these stages sleep (280.0 MiB from the sleep). ")
+    assert answer.endswith("The stages are AWAKE again: sleep them first.")
+    assert verdict.startswith("audit PASS · level 2 · 5 of 5 cycles")
+    assert "1 image the same in 5 of 5 [output]" in shown
     (html,) = data(cell, "text/html")
     assert html.count('<svg role="img"') == 2
     assert picture(cell).width > 500

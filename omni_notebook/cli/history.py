@@ -34,6 +34,8 @@ def run(args: Namespace) -> int:
         for row, ack in zip(rows, found.newest, strict=True):
             table.add_row(*map(Text, row), style=None if ack.ok else "red")
         out.print(table)
+    for path in history.files(args):
+        out.print(Text(f"written: {path}"), soft_wrap=True)
     return 0
 
 

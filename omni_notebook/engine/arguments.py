@@ -20,8 +20,8 @@ LEVELS = (1, 2)
 
 
 def in_words(state: MemoryState, level: int | None) -> str:
-    """`ASLEEP(2)`, `AWAKE`."""
-    return f"{state}({level})" if state == MemoryState.ASLEEP and level else str(state)
+    """`ASLEEP (level 2)`, `AWAKE`."""
+    return f"{state} (level {level})" if state == MemoryState.ASLEEP and level else str(state)
 
 
 def pick_stages(stages: Sequence[Stage], stage_ids: Sequence[int] | int | None) -> list[Stage]:

@@ -95,5 +95,5 @@ def _stage_error(stage: Stage) -> OmniError | None:
         return None
     if action == Action.REFUSE:
         return refusal(Order.GENERATE, stage.stage_id, stage.state, stage.level, reload=stage.recoverable)
-    level = f" at level {stage.level}" if stage.level else ""
+    level = f" (level {stage.level})" if stage.level else ""
     return AsleepError(f"stage {stage.stage_id} is {stage.state}{level}; call wake_up([{stage.stage_id}]) to open it")

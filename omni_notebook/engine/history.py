@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import os
 import re
+import socket
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -21,13 +23,15 @@ from omni_notebook.errors import ArgumentError, LedgerError
 from omni_notebook.protocol import AckStatus, OmniACK
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
     from pathlib import Path
 
     import pandas as pd
 
 LIMIT = 50
+"""So many are shown where nobody says how many."""
+CLOCK_S = 2.0
+"""How far a process's start and the wall clock may lie apart."""
 MOST = 2**31
 SINCE_FORMS = "30s, 15m, 2h, 3d, 1w, today, a date (2026-11-29) or a time (2026-11-29T14:30)"
 
@@ -59,14 +63,15 @@ class PastAck(OmniACK):
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which ACKs; None = any. `since` in seconds since 1970, `limit` None = all."""
+    """Which ACKs; None = any. `since` in seconds since 1970, `limit` None = all, `sessions` only these."""
 
     stage: int | None = None
     rank: int | None = None
     since: float | None = None
     session: int | None = None
     errors: bool = False
-    limit: int | None = LIMIT
+    limit: int | None = None
+    sessions: tuple[int, ...] | None = None
 
     def checked(self) -> Filter:
         """Itself, if every number can be one.
@@ -87,8 +92,9 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
         given = (("a.stage_id =", self.stage), ("a.rank =", self.rank), ("a.session_id =", self.session))
         tests = [(f"{words} ?", value) for words, value in (*given, ("a.time >=", self.since)) if value is not None]
         tests.append(("a.id <= ?", newest_id))
-        failed = [f"a.status = '{AckStatus.ERROR}'"] if self.errors else []
-        return " AND ".join([*(words for words, _ in tests), *failed]), [value for _, value in tests]
+        plain = [f"a.status = '{AckStatus.ERROR}'"] if self.errors else []
+        plain += [] if self.sessions is None else [f"a.session_id IN ({', '.join(map(str, self.sessions))})"]
+        return " AND ".join([*(words for words, _ in tests), *plain]), [value for _, value in tests]
 
 
 class History:
@@ -149,12 +155,12 @@ class History:
         """How many, of which there are more."""
         if not self.newest:
             return f"no ACK in {self.path} matches" if self._newest_id else f"no history yet: no ACK is in {self.path}"
-        acks = f"{len(self)} ACK{'s' if len(self) > 1 else ''}"
+        acks = f"{len(self.newest)} ACK{'s' if len(self.newest) > 1 else ''}"
         if self.complete:
             return acks
-        return (
-            f"{acks}, the newest {LIMIT} shown" if self.wanted.limit is None else f"the newest {acks}, there are more"
-        )
+        if self.wanted.limit is not None:
+            return f"the newest {acks}, there are more"
+        return f"the newest {acks} are shown, there are more: to_dataframe(), to_csv(path) and --csv FILE take all"
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row an ACK; `time` in UTC.
@@ -205,9 +211,9 @@ def history(
     stage: int | None = None,
     rank: int | None = None,
     since: str | dt.date | dt.timedelta | float | None = None,
-    session: int | None = None,
+    session: int | Literal["this"] | None = None,
     errors: bool = False,
-    limit: int | None = LIMIT,
+    limit: int | None = None,
 ) -> History:
     """Past ACKs of all sessions on this machine, newest first.
 
@@ -215,17 +221,33 @@ def history(
         stage: only this one's; None = all.
         rank: only this one's, in every stage and replica.
         since: "2h", "2026-11-29", a date or datetime, a timedelta before now, or seconds since 1970.
-        session: only this run of an engine.
+        session: only this run of an engine; "this" = those of this process.
         errors: only ACKs whose status is ERROR.
-        limit: at most so many; None = all.
+        limit: at most so many; None = all, of which a table shows the newest `LIMIT`.
 
     Raises:
         ArgumentError: an argument is wrong.
         LedgerError: no history is kept, or the file can not be read.
     """
     after = None if since is None else moment(since)
-    wanted = Filter(stage=stage, rank=rank, since=after, session=session, errors=errors, limit=limit)
-    return History(_place(), wanted.checked())
+    path = _place()
+    own, number = (_sessions_of_this_process(path), None) if session == "this" else (None, session)
+    wanted = Filter(stage=stage, rank=rank, since=after, session=number, errors=errors, limit=limit, sessions=own)
+    return History(path, wanted.checked())
+
+
+def _sessions_of_this_process(path: Path) -> tuple[int, ...]:
+    """The runs of engines that this process began; a number of a process that was used again is not one."""
+    if not ledger_file.exists(path):
+        return ()
+    import psutil  # noqa: PLC0415  (only this needs it)
+
+    facts = os.getpid(), socket.gethostname(), psutil.Process().create_time() - CLOCK_S
+    with closing(ledger_file.reading(path)) as connection, ledger_file.explained(path):
+        if ledger_file.is_empty(connection, path):
+            return ()
+        rows = connection.execute("SELECT id FROM sessions WHERE pid = ? AND host = ? AND started >= ?", facts)
+        return tuple(number for (number,) in rows)
 
 
 def _place() -> Path:

@@ -122,9 +122,9 @@ def _noop(facts: dict[str, Any]) -> str | None:
 
 
 def when(time_s: float) -> str:
-    """`2026-11-29 23:53:52` of this machine's time zone; a dash where no calendar has it."""
+    """`2026-11-29 23:53:52 CET`, of this machine's time zone; a dash where no calendar has it."""
     try:
-        return dt.datetime.fromtimestamp(time_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        return dt.datetime.fromtimestamp(time_s).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     except (ValueError, OverflowError, OSError):
         return units.NONE
 
@@ -204,7 +204,8 @@ def json_lines(history: History) -> Iterator[str]:
 def html_lines(history: History) -> Iterator[str]:
     """A page with the table of all ACKs, every column."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in COLUMNS)
-    yield _PAGE.format(title=escape(history.title), head=head)
+    title = history.title if history.wanted.limit or not history.newest else units.count(len(history), "ACK")
+    yield _PAGE.format(title=escape(title), head=head)
     for ack in history:
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells(ack))
         yield f"<tr{'' if ack.ok else ' class=error'}>{row}</tr>\n"

@@ -126,12 +126,12 @@ def _rank_bar(ack: OmniACK, residual_bytes: int | None) -> Bar:
     notes = [units.size(segments[0].n_bytes)] + ([] if ack.ok else ["ERROR"])
     if residual_bytes is not None:
         segments.append(Segment(RESIDUAL, residual_bytes))
-        notes.append(f"{units.size(residual_bytes)} left")
+        notes.append(f"{units.size(residual_bytes)} still held")
     return Bar(units.place(ack), tuple(segments), " · ".join(notes))
 
 
 def _process_bar(process: Process) -> Bar:
-    note = f"{units.size(process.residual_bytes)} left, shared by {len(process.ranks)} ranks"
+    note = f"{units.size(process.residual_bytes)} still held, shared by {len(process.ranks)} ranks"
     return Bar(f"process {process.pid} · {process.device}", (Segment(RESIDUAL, process.residual_bytes),), note)
 
 
@@ -186,7 +186,8 @@ def svg_bar(bar: Bar, full_bytes: int, *, width: int = 80, height: int = 12) -> 
 def svg_bars(bars: Sequence[Bar], *, title: str, width: int = 640) -> str:
     """Bars under each other with labels, notes and a legend; text takes the page's colour."""
     full = max([bar.total_bytes for bar in bars], default=0) or 1
-    left, right, row = 210, 210, 22
+    left, row = 210, 22
+    right = max([210, *(int(6.4 * len(bar.note)) for bar in bars)])
     factor = max(width - left - right, 40) / full
     lines = [_svg_row(bar, y, left, factor) for y, bar in zip(range(4, 4 + row * len(bars), row), bars, strict=True)]
     height = 8 + row * len(bars) + 20
@@ -293,7 +294,7 @@ def _figure(bars: Sequence[Bar], title: str) -> Figure:
         _draw(axes, row, bar, unit)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize=9)
     axes.set_ylim(max(len(bars), 1) - 0.4, -0.6)
-    axes.set_xlim(0, 1.45 * max([bar.total_bytes / unit for bar in bars], default=0) or 1)
+    axes.set_xlim(0, 1.55 * max([bar.total_bytes / unit for bar in bars], default=0) or 1)
     axes.set_xlabel(name)
     axes.set_title(title, fontsize=11, loc="left")
     axes.spines[["top", "right"]].set_visible(False)

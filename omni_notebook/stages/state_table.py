@@ -35,8 +35,8 @@ class Column(StrEnum):
     """The states at rest, as the table's columns."""
 
     AWAKE = "AWAKE"
-    ASLEEP_1 = "ASLEEP(1)"
-    ASLEEP_2 = "ASLEEP(2)"
+    ASLEEP_1 = "ASLEEP (level 1)"
+    ASLEEP_2 = "ASLEEP (level 2)"
     PARTLY_AWAKE = "PARTLY_AWAKE"
     NEEDS_WEIGHTS = "NEEDS_WEIGHTS"
     FAILED = "FAILED"
@@ -44,7 +44,7 @@ class Column(StrEnum):
 
 _RUN, _NOOP, _DROP, _HOLD, _REFUSE = Action.RUN, Action.NOOP, Action.DROP_BACKUP, Action.HOLD, Action.REFUSE
 TABLE: dict[Order, tuple[Action, Action, Action, Action, Action, Action]] = {
-    #                       AWAKE  ASLEEP(1) ASLEEP(2) PARTLY   NEEDS_WEIGHTS FAILED
+    #                       AWAKE  ASLEEP 1  ASLEEP 2  PARTLY   NEEDS_WEIGHTS FAILED
     Order.SLEEP_1:         (_RUN,  _NOOP,    _REFUSE,  _RUN,    _REFUSE,      _REFUSE),
     Order.SLEEP_2:         (_RUN,  _DROP,    _NOOP,    _RUN,    _RUN,         _REFUSE),
     Order.WAKE:            (_NOOP, _RUN,     _RUN,     _RUN,    _RUN,         _REFUSE),

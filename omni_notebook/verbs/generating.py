@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook import units
 from omni_notebook.errors import (
     ArgumentError,
     AsleepError,
@@ -18,11 +19,11 @@ from omni_notebook.errors import (
     PausedError,
     StageFailedError,
 )
-from omni_notebook.protocol import RequestState
+from omni_notebook.protocol import RequestEvent, RequestState
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import PlainFrontend, Progress
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
-from omni_notebook.verbs.jobs import Work, add_background
+from omni_notebook.verbs.jobs import Work, add_background, begin, written
 from omni_notebook.verbs.lora import find
 from omni_notebook.verbs.parsing import LORA, REQUEST, VerbParser, add_out
 from omni_notebook.verbs.registry import verb
@@ -31,14 +32,13 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import AsyncIterator
 
-    from omni_notebook.protocol import OmniRequestOutput
+    from omni_notebook.protocol import Event, OmniRequestOutput
     from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.frontend import Frontend
     from omni_notebook.verbs.jobs import Job
     from omni_notebook.verbs.session import Session
 
 
-_SHOWN_CHARS = 40
 _CLOSED = (AsleepError, PausedError, NeedsWeightsError, StageFailedError)
 
 
@@ -82,7 +82,7 @@ class Generation:
 
     def __repr__(self) -> str:
         """What it is, in one line."""
-        what = f"{len(self.images)} image(s)" if self.images else f"{len(self.text)} characters"
+        what = units.count(len(self.images), "image") if self.images else f"{len(self.text)} characters"
         return f"<Generation {self.request_id}: {what}, {self.caption()}>"
 
 
@@ -132,7 +132,11 @@ class _Stream:
         metrics = self.last.metrics
         if metrics.get("step"):
             return Progress(_how_far(metrics), metrics["step"] / max(metrics.get("num_inference_steps") or 1, 1))
-        return Progress(f"{len(self.text)} characters of text")
+        if self.last.final_output_type != "image":
+            return Progress(f"{len(self.text)} characters of text")
+        if self.last.outputs and self.last.outputs[0].finish_reason is not None:
+            return Progress("the plan is written, the image is queued or being drawn")
+        return Progress(f"the plan is being written, {len(self.text)} characters")
 
     def end(self) -> None:
         """Close the line of text that was being written, and take previews away."""
@@ -215,10 +219,18 @@ def _in_background(session: Session, prompt: str, args: argparse.Namespace) -> J
     engine, stream = session.engine, _Stream(_Mute())
     request_id = f"nb-{uuid.uuid4().hex[:8]}"
     source = _source(engine, prompt, request_id, args)
+
+    def is_sign(event: Event) -> bool:
+        return isinstance(event, RequestEvent) and event.request_id == request_id
+
     with interrupts_held():
-        future = engine.submit(_collect(engine, stream, source, prompt))
+        try:
+            future = begin(engine, _collect(engine, stream, source, prompt), is_sign)
+        except OmniError as error:
+            _explain(error, session, args)
+            raise
         work = Work(
-            f"generate {prompt if len(prompt) <= _SHOWN_CHARS else prompt[:_SHOWN_CHARS] + '…'}",
+            written("generate", args, prompt),
             future,
             gauge=stream.progress,
             explain=lambda error: _explain(error, session, args),

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MOVING = frozenset({MemoryState.FALLING_ASLEEP, MemoryState.WAKING})
+NEW_REQUESTS = "%omni generate refuses at once; engine.generate() waits up to 60 s (admission_timeout)"
+"""What happens to a new request while a stage is paused."""
 LAST_ACKS = "omni_notebook.last_acks()"
 
 _MEMORY_CALLS = {
@@ -72,8 +74,13 @@ def pick(status: EngineStatus, stage_ids: Sequence[int] | None) -> list[StageSta
 
 
 def describe(stages: Sequence[StageStatus]) -> str:
-    """`stage 0 (thinker) is ASLEEP (level 1): %omni wake 0 wakes it; stage 1 …`."""
-    return "; ".join(_describe_one(stage) for stage in stages)
+    """`stage 0 (thinker) is ASLEEP (level 1): %omni wake 0 wakes it; stage 1 …`; what a pause holds shares a call."""
+    held = [stage for stage in stages if stage.state is MemoryState.AWAKE and stage.pause_state is PauseState.PAUSED]
+    if len(held) < 2:
+        return "; ".join(map(_describe_one, stages))
+    others = [_describe_one(stage) for stage in stages if stage not in held]
+    opens = f"%omni resume opens {'both' if len(held) == 2 else 'them all'}"
+    return "; ".join([*others, *map(named_state, held[:-1]), f"{named_state(held[-1])}: {opens}"])
 
 
 def _describe_one(stage: StageStatus) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from omni_notebook import units
 from omni_notebook.engine.history import LIMIT, SINCE_FORMS, facts, history, moment
@@ -23,11 +23,12 @@ _TABLES = {"sessions": "sessions", "acks": "ACKs", "states": "state changes", "a
 
 @verb
 class History:
-    """Show what ranks answered, newest first: this engine's ACKs and those of all before it.
+    """Show sleeps and wakes as the ranks answered them, newest first: this engine's ACKs and those of all before it.
 
-    The result has to_dataframe(), to_csv(path), to_json(path) and to_html(path). --csv, --json and --html write what is
-    shown; with --limit all everything that matches.
-    Example: past = %omni history --stage 0 --since 2h --errors
+    The table shows the newest 50; the result's to_dataframe(), to_csv(path), to_json(path) and to_html(path), and the
+    files of --csv, --json and --html have all that match, unless --limit says how many. State changes and audits are in
+    the same file (%omni where), not in this table.
+    Example: past = %omni history --stage 0 --since 2h --session this
     """
 
     name = "history"
@@ -43,6 +44,7 @@ class History:
         """The ACKs; files are written before they are shown."""
         found = read(args, None if args.stage is None else _one_stage(session, args.stage))
         session.store(args.out, found)
+        session.frontend.write("".join(f"written: {path}\n" for path in files(args)))
         return found
 
 
@@ -59,9 +61,9 @@ def add_wishes(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rank", type=number, metavar="R", help="only this rank's")
     add("--since", type=since, metavar="TIME", help=f"only what came after: {SINCE_FORMS}")
-    add("--session", type=number, metavar="N", help="only this session's, as the table numbers them")
+    add("--session", type=run_of, metavar="N", help="only this session's, as the table numbers them; this = own")
     add("--errors", action="store_true", help="only answers whose status is ERROR")
-    add("--limit", type=limit, default=LIMIT, metavar="N", help=f"at most so many, or all (default {LIMIT})")
+    add("--limit", type=limit, metavar="N", help=f"at most so many, shown and written; else {LIMIT} shown, all written")
     for kind in ("csv", "json", "html"):
         add(f"--{kind}", type=Path, metavar="FILE", help=f"also write them to this {kind.upper()} file")
 
@@ -80,12 +82,22 @@ def read(args: argparse.Namespace, stage: int | None) -> Found:
     return found
 
 
+def files(args: argparse.Namespace) -> list[Path]:
+    """Where the files that a parsed line asks for lie."""
+    return [path.expanduser().absolute() for path in (args.csv, args.json, args.html) if path is not None]
+
+
 def number(text: str) -> int:
     """An argument type: a whole number from 0 on."""
     if not text.isascii() or not text.isdecimal():
         msg = f"{text!r} is not a whole number from 0 on"
         raise argparse.ArgumentTypeError(msg)
     return int(text)
+
+
+def run_of(text: str) -> int | Literal["this"]:
+    """An argument type: the number of a session, or `this` for those of this process."""
+    return "this" if text == "this" else number(text)
 
 
 def limit(text: str) -> int | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from omni_notebook.engine.loop import ended
-from omni_notebook.errors import DeadlineError, EngineClosedError, OmniError
+from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, OmniError, SleepError, WakeError
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import Progress
 from omni_notebook.verbs.parsing import VerbParser, add_out
@@ -20,8 +22,10 @@ from omni_notebook.verbs.waits import here
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 
+    from omni_notebook.protocol import Event
+    from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.session import Session
 
 _T = TypeVar("_T")
@@ -217,8 +221,44 @@ class Job(Generic[_T]):
             self._session.frontend.shorten(error)
 
 
-class JobList(list[Job[Any]]):
-    """Jobs, oldest first, as a cell shows them."""
+class JobList(Sequence[Job[Any]]):
+    """Jobs, oldest first, as a cell shows them; `jobs[3]` is the one whose number is 3, `jobs[-1]` the newest."""
+
+    def __init__(
+        self, jobs: Iterable[Job[Any]] = (), shorten: Callable[[BaseException], None] = lambda _error: None
+    ) -> None:
+        self._jobs = tuple(jobs)
+        self._shorten = shorten
+
+    @overload
+    def __getitem__(self, number: int) -> Job[Any]: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> JobList: ...
+
+    def __getitem__(self, number: int | slice) -> Job[Any] | JobList:
+        """The job of this number; below 0, counted from the newest.
+
+        Raises:
+            ArgumentError: there is none; names those that there are.
+        """
+        if isinstance(number, slice):
+            return JobList(self._jobs[number], self._shorten)
+        if -len(self._jobs) <= number < 0:
+            return self._jobs[number]
+        found = next((job for job in self._jobs if job.number == number), None)
+        if found is None:
+            known = ", ".join(str(job.number) for job in self._jobs) or "none, %omni generate --bg starts one"
+            error = ArgumentError(f"there is no job {number}; jobs are: {known}")
+            self._shorten(error)
+            raise error
+        return found
+
+    def __iter__(self) -> Iterator[Job[Any]]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
 
     def __repr__(self) -> str:
         """One line a job."""
@@ -253,7 +293,53 @@ class Jobs:
         """Those that are known, oldest first."""
         with self._lock:
             self._forget()
-            return JobList(self._jobs)
+            return JobList(self._jobs, self._session.frontend.shorten)
+
+
+_SHOWN_CHARS = 40
+START_S = 0.5
+"""So long a cell waits for its job to begin, or to be refused."""
+
+
+def begin(engine: Engine, work: Coroutine[Any, Any, _T], is_sign: Callable[[Event], bool]) -> Future[_T]:
+    """Give the engine work that goes on behind the notebook; back once it has begun, which `is_sign` of an event tells.
+
+    Work that waits for another order to end is given `START_S`.
+
+    Raises:
+        OmniError: it was refused before it began.
+    """
+    events, over, begun = engine.subscribe(), threading.Event(), False
+
+    async def hear() -> None:
+        nonlocal begun
+        async for event in events:
+            if is_sign(event):
+                begun = True
+                break
+        over.set()
+
+    try:
+        future = engine.submit(work)
+        future.add_done_callback(lambda _future: over.set())
+        with contextlib.suppress(EngineClosedError):
+            engine.submit(hear())
+        over.wait(START_S)
+    finally:
+        events.close()
+    error = future.exception() if future.done() and not future.cancelled() else None
+    if not begun and isinstance(error, OmniError) and not isinstance(error, SleepError | WakeError):
+        raise error.with_traceback(None)
+    return future
+
+
+def written(name: str, args: argparse.Namespace, prompt: str = "") -> str:
+    """The line of a job: the verb and what was asked of it, without --bg; a prompt in short at the end."""
+    words = [word for word in args.words if word != "--bg"]
+    for word in args.prompt if prompt else ():
+        words.remove(word)
+    said = [f'"{word}"' if " " in word else word for word in words]
+    return " ".join([name, *said, prompt if len(prompt) <= _SHOWN_CHARS else f"{prompt[:_SHOWN_CHARS]}…"]).strip()
 
 
 def add_background(parser: VerbParser) -> None:
@@ -267,18 +353,28 @@ def add_background(parser: VerbParser) -> None:
 class ListJobs:
     """List what was started with --bg: how far it is, how it ended.
 
-    The last 100 that ended are kept. Example: jobs = %omni jobs, then jobs[0].cancel() or jobs[0].result()
+    The last 100 that ended are kept. With jobs = %omni jobs the number of a job is its place: jobs[3].result() is what
+    job 3 gave, jobs[-1] is the newest. Example: %omni jobs --cancel 3
     """
 
     name = "jobs"
     python = "job.result(), await job"
 
     def prepare_parser(self, parser: VerbParser) -> None:
-        """A variable for the list."""
+        """A job to end, and a variable for the list."""
+        parser.add_argument("--cancel", type=int, metavar="N", help="ask job N to end, as jobs[N].cancel() does")
         add_out(parser)
 
     def run(self, session: Session, args: argparse.Namespace) -> JobList:
-        """The jobs, oldest first."""
+        """The jobs, oldest first.
+
+        Raises:
+            ArgumentError: --cancel names none of them.
+        """
         jobs = session.jobs.list()
+        if args.cancel is not None:
+            job = jobs[args.cancel]
+            asked = job.cancel()
+            session.frontend.write(f"job {job.number} {'was told to end' if asked else f'had ended: {job.state}'}\n")
         session.store(args.out, jobs)
         return jobs

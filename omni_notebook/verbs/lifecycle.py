@@ -53,7 +53,9 @@ class Start:
 
     def run(self, session: Session, args: argparse.Namespace) -> Engine:
         """The new engine, ready."""
-        overrides = {key: value for key, value in vars(args).items() if key not in {"model", "replace", "cell"}}
+        overrides = {
+            key: value for key, value in vars(args).items() if key not in {"model", "replace", "cell", "words"}
+        }
         config.load_pipeline(args.model, overrides=overrides)  # a mistake must not cost the engine that runs
         replaced = self._make_room(session, replace=args.replace)
         gauge, future = StartGauge(), None

@@ -24,6 +24,8 @@ class Pause:
     On a text stage keep (the default) freezes the requests that are there, wait lets them end, abort ends them.
     On a diffusion stage keep lets the running batch end and holds the queue until the resume; wait and abort only close
     admission there, its requests run on.
+    While a stage is paused a new request is held out: %omni generate refuses at once; engine.generate() waits up to
+    60 s (admission_timeout) and raises PausedError then. %omni resume opens every stage.
     Example: %omni pause 1 --mode keep
     """
 

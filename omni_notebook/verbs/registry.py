@@ -42,7 +42,10 @@ class Verb(Protocol):
         """Add the verb's arguments."""
 
     def run(self, session: Session, args: argparse.Namespace) -> object:
-        """Carry it out; `args.cell` is the cell's text, None in the line form. The result is what a magic returns."""
+        """Carry it out; `args.cell` is the cell's text, None in the line form, `args.words` the line's words.
+
+        The result is what a magic returns.
+        """
 
 
 _V = TypeVar("_V", bound=type[Any])
@@ -144,7 +147,7 @@ def _carry_out(session: Session, line: str, cell: str | None) -> object:
         return None
     with interrupts_held():  # argparse cleans up with fields that an interrupt leaves unset
         args = parser_for(found).read(tokens)
-    args.cell = _checked_cell(found, cell)
+    args.cell, args.words = _checked_cell(found, cell), tokens
     return found.run(session, args)
 
 

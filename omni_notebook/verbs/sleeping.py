@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError, SleepError, WakeError
+from omni_notebook.protocol import PauseState, StateEvent
+from omni_notebook.verbs import hints
 from omni_notebook.verbs.gauges import MemoryGauge
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
-from omni_notebook.verbs.jobs import Work, add_background
+from omni_notebook.verbs.jobs import Work, add_background, begin, written
 from omni_notebook.verbs.parsing import TAG, VerbParser, add_mode, add_order, add_stages
 from omni_notebook.verbs.registry import verb
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import OmniACK
+    from omni_notebook.protocol import Event, OmniACK
     from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.jobs import Job
     from omni_notebook.verbs.session import Session
@@ -109,7 +111,7 @@ def _begin(
     """In the cell, or behind the notebook."""
     if not args.bg:
         return _carry_out(session, make, order, stages, args.out)
-    job = _in_background(session, make, order, stages)
+    job = _in_background(session, make, order, stages, written(order, args))
     session.store(args.out, job)
     return job
 
@@ -119,15 +121,21 @@ def _in_background(
     make: Callable[[Engine], Coroutine[Any, Any, list[OmniACK]]],
     order: str,
     stages: list[int] | None,
+    line: str,
 ) -> Job[list[OmniACK]]:
     """A job whose answers become the session's last ones when they come, good or bad."""
     gauge = MemoryGauge(stages, falling=order == "sleep")
     gauge.engine = engine = session.engine
+
+    def is_sign(event: Event) -> bool:
+        if not isinstance(event, StateEvent) or (stages is not None and event.stage_id not in stages):
+            return False
+        return event.state in hints.MOVING or event.pause_state is PauseState.PAUSING
+
     with interrupts_held():
-        future = engine.submit(make(engine))
+        future = begin(engine, make(engine), is_sign)
         future.add_done_callback(lambda ended: _note_answers(session, order, ended))
-        words = " ".join([order, *map(str, stages or [])])
-        return session.jobs.start(Work(words, future, gauge=gauge, dress=lambda acks: session.dressed(acks, order)))
+        return session.jobs.start(Work(line, future, gauge=gauge, dress=lambda acks: session.dressed(acks, order)))
 
 
 def _note_answers(session: Session, order: str, ended: Future[list[OmniACK]]) -> None:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(240)]
 
 SOON_MS = 1000
 LATENCY_MS, UPDATES = 100.0, 50
-BUTTONS = ["Pause", "Resume", "Sleep 1", "Sleep 2", "Wake", "Restart"]
+BUTTONS = ["Pause", "Resume", "Sleep L1", "Sleep L2", "Wake", "Restart"]
 MANY = """
 from tests.notebook.dashboard.watched import FakeEngine, two_stages, ranks, busy_error
 import asyncio, time
@@ -70,7 +70,7 @@ def test_the_dashboard_appears_with_cards_buttons_and_labelled_charts(lab, scree
         assert name in card.inner_text()
         assert [button.inner_text() for button in card.get_by_role("button").all()] == BUTTONS
         on = [button.inner_text() for button in card.get_by_role("button").all() if button.is_enabled()]
-        assert on == ["Pause", "Sleep 1", "Sleep 2", "Restart"]
+        assert on == ["Pause", "Sleep L1", "Sleep L2", "Restart"]
     assert lab.card(0).get_by_role("button", name="Wake", exact=True).get_attribute("title") == (
         "Stage 0 (thinker), Wake: nothing to do, it is AWAKE"
     )
@@ -90,13 +90,13 @@ def test_the_still_picture_is_hidden_while_the_widget_lives(lab):
 
 def test_a_click_while_the_kernel_is_idle_changes_card_and_chart_within_a_second(lab, screenshots):
     began = time.monotonic()
-    lab.press(0, "Sleep 2")
+    lab.press(0, "Sleep L2")
     lab.until_card(0, "ASLEEP (level 2)", SOON_MS)
-    lab.page.get_by_role("img", name=re.compile(r"^0 thinker.*now 0 B resident.*sleep 2 −")).wait_for(timeout=SOON_MS)
+    lab.page.get_by_role("img", name=re.compile(r"^0 thinker.*now 0 B resident.*sleep L2 −")).wait_for(timeout=SOON_MS)
     took = seconds_since(began)
     print(f"idle kernel: click to card and chart {1e3 * took:.0f} ms")
     assert took <= 1.0
-    lab.until_card(0, "✓ Sleep 2: 1 rank freed")
+    lab.until_card(0, "✓ Sleep L2: 1 rank freed")
     lab.page.screenshot(path=screenshots / "light_asleep.png")
 
 
@@ -105,9 +105,9 @@ def test_a_click_while_an_awaiting_cell_runs_acts_within_a_second(lab):
     lab.until_kernel("busy")
     time.sleep(0.5)
     began = time.monotonic()
-    lab.press(1, "Sleep 1")
+    lab.press(1, "Sleep L1")
     lab.until_card(1, "ASLEEP (level 1)", SOON_MS)
-    lab.page.get_by_role("img", name=re.compile(r"^1 painter.*now 0 B resident.*sleep 1 −")).wait_for(timeout=SOON_MS)
+    lab.page.get_by_role("img", name=re.compile(r"^1 painter.*now 0 B resident.*sleep L1 −")).wait_for(timeout=SOON_MS)
     took = seconds_since(began)
     print(f"awaiting cell: click to card and chart {1e3 * took:.0f} ms")
     assert took <= 1.0
@@ -120,14 +120,14 @@ def test_a_synchronous_cell_is_told_of_and_the_press_acts_after_it(lab, screensh
     lab.run("import time\ntime.sleep(3)", wait=False)
     lab.page.get_by_text("a press is queued until the cell ends").wait_for(timeout=2500)
     lab.page.screenshot(path=screenshots / "light_queued.png")
-    lab.press(0, "Sleep 1")
+    lab.press(0, "Sleep L1")
     lab.until_card(0, "ASLEEP (level 1)")
     assert seconds_since(began) >= 3.0, "the kernel took it after the cell"
     lab.page.get_by_text("a press is queued until the cell ends").wait_for(state="detached")
 
 
 def test_buttons_work_with_the_keyboard(lab):
-    button = lab.card(0).get_by_role("button", name="Sleep 1", exact=True)
+    button = lab.card(0).get_by_role("button", name="Sleep L1", exact=True)
     lab.card(0).get_by_role("button", name="Pause", exact=True).focus()
     lab.page.keyboard.press("Tab")
     assert button.evaluate("(element) => document.activeElement === element"), "buttons that are off are passed over"
@@ -151,7 +151,7 @@ def test_the_table_opens_and_follows(lab):
     lab.page.get_by_text("The numbers of the charts as a table").first.click()
     table = lab.page.locator(".omni-dashboard table").filter(has_text="resident").first
     table.get_by_text("64.0 MiB").first.wait_for()
-    lab.press(0, "Sleep 2")
+    lab.press(0, "Sleep L2")
     table.get_by_text("0 B").first.wait_for()
     lab.page.get_by_text("The numbers of the charts as a table").first.click()
 
@@ -225,7 +225,7 @@ CONTRAST = """(root) => {
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_can_be_read_in_both_themes(lab, screenshots, theme):
-    lab.press(1, "Sleep 2")
+    lab.press(1, "Sleep L2")
     lab.until_card(1, "ASLEEP (level 2)")
     lab.theme(theme)
     time.sleep(0.5)
@@ -283,7 +283,7 @@ def test_names_and_errors_with_script_are_text(lab):
 def test_two_dashboards_show_the_same_and_closing_one_leaves_its_picture(lab):
     lab.run("second = omni.dashboard(engine)\nsecond")
     lab.page.wait_for_function("() => document.querySelectorAll('.omni-dashboard').length === 2")
-    lab.press(3, "Sleep 1")
+    lab.press(3, "Sleep L1")
     lab.until_card(1, "ASLEEP (level 1)", 2 * SOON_MS)
     lab.until_card(3, "ASLEEP (level 1)", 2 * SOON_MS)
     assert not lab.page.locator(".omni-still").last.is_visible()
@@ -316,7 +316,7 @@ def test_a_notebook_saved_and_reopened_without_a_kernel_shows_the_last_state(new
     lab.run("%load_ext omni_notebook\nengine = %omni start --ballast 64MiB")
     lab.run("%omni dashboard")
     lab.page.wait_for_selector(".omni-card")
-    lab.press(0, "Sleep 2")
+    lab.press(0, "Sleep L2")
     lab.until_card(0, "ASLEEP (level 2)")
     assert until_saved(lab, "saved.ipynb", lambda data: "ASLEEP (level 2)" in "".join(data.get("text/html", "")))
     lab.shut_down_kernel()
@@ -444,11 +444,11 @@ def test_the_classic_notebook_shows_it_and_presses_work(new_page, tmp_path, scre
             page.locator(".omni-still").first.wait_for(state="attached", timeout=60_000)
             time.sleep(3)
             if card.is_visible():
-                card.get_by_role("button", name="Sleep 1", exact=True).click()
+                card.get_by_role("button", name="Sleep L1", exact=True).click()
                 with contextlib.suppress(Error):
-                    card.get_by_text("✓ Sleep 1: done").wait_for(timeout=2 * SOON_MS)
+                    card.get_by_text("✓ Sleep L1: done").wait_for(timeout=2 * SOON_MS)
                     break
-        assert card.get_by_text("✓ Sleep 1: done").is_visible()
+        assert card.get_by_text("✓ Sleep L1: done").is_visible()
         page.get_by_role("img", name=re.compile(r"^0 thinker · rank 0: memory of the last")).wait_for()
         assert not page.locator(".omni-still").first.is_visible()
         page.screenshot(path=screenshots / "classic.png")

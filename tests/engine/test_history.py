@@ -6,8 +6,10 @@ import asyncio
 import csv
 import datetime as dt
 import json
+import sqlite3
 import sys
 import time
+from contextlib import closing
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +148,9 @@ def test_all_of_them_are_read_as_one_goes_and_stay_the_same_while_others_write(p
     record(path, ack_event("later", 500.0), ack_event("later too", -1.0))
     assert [first.task_id, *(ack.task_id for ack in reading)] == [str(n) for n in reversed(range(120))]
     assert len(found) == 120
-    assert found.title == "120 ACKs, the newest 50 shown"
+    assert found.title.startswith(
+        "the newest 50 ACKs are shown, there are more: to_dataframe(), to_csv(path) and --csv"
+    )
     assert len(history(limit=None)) == 122
 
 
@@ -211,7 +215,7 @@ def test_the_text_is_a_table_without_columns_that_say_nothing(filled: Path) -> N
     lines = repr(history(stage=0)).splitlines()
     assert lines[0] == "2 ACKs"
     assert lines[1].split() == ["when", "session", "order", "stage", "rank", "answer", "level", "freed"]
-    when = dt.datetime.fromtimestamp(1001.0).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    when = dt.datetime.fromtimestamp(1001.0).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     assert lines[2].split("  ")[0] == when
     assert [word for word in lines[2].split() if word in {"sleep", "SUCCESS", "256.0", "MiB", "2"}]
     assert "OUT_OF_MEMORY; out of paint" in repr(history(errors=True))
@@ -272,9 +276,25 @@ def test_html_escapes_every_text_and_needs_no_other_file(path: Path, tmp_path: P
 
 def test_all_that_match_are_exported_without_a_limit(path: Path, tmp_path: Path) -> None:
     record(path, *(ack_event(str(n), float(n)) for n in range(120)))
-    for limit, expected in ((60, 60), (None, 120)):
-        history(limit=limit).to_csv(tmp_path / "out.csv")
+    for wanted, expected in (({"limit": 60}, 60), ({}, 120)):
+        history(**wanted).to_csv(tmp_path / "out.csv")
         assert len((tmp_path / "out.csv").read_text(encoding="utf-8").splitlines()) == expected + 1
+    history().to_html(tmp_path / "out.html")
+    page = (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert "<h1>History of sleeps and wakes: 120 ACKs</h1>" in page
+    assert page.count("<tr>") == 1 + 120
+
+
+def test_this_is_what_the_engines_of_this_process_were_answered(path: Path) -> None:
+    assert list(history(session="this")) == []
+    for task_id in ("mine", "of another process", "of another machine", "of one that had its number before"):
+        record(path, ack_event(task_id, time.time()))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE sessions SET pid = pid + 1 WHERE id = 2")
+        connection.execute("UPDATE sessions SET host = 'elsewhere' WHERE id = 3")
+        connection.execute("UPDATE sessions SET started = 1000 WHERE id = 4")
+    assert len(history()) == 4
+    assert [ack.task_id for ack in history(session="this")] == ["mine"]
 
 
 def test_an_export_never_overwrites_the_ledger(filled: Path, tmp_path: Path) -> None:

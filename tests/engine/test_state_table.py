@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
     from omni_notebook.engine.async_omni import AsyncOmni
 
-STATES = ("AWAKE", "ASLEEP(1)", "ASLEEP(2)", "PARTLY_AWAKE", "NEEDS_WEIGHTS", "FAILED")
+AT_1, AT_2 = "ASLEEP (level 1)", "ASLEEP (level 2)"
+STATES = ("AWAKE", AT_1, AT_2, "PARTLY_AWAKE", "NEEDS_WEIGHTS", "FAILED")
 SLEEP_1, SLEEP_2, WAKE, MAP_ONLY = "sleep(1)", "sleep(2)", "wake", "wake(reload=False)"
 GENERATE, LOAD, RESTART, LORA = "generate", "load_weights", "restart", "a change of LoRA adapters"
 HELD = AsleepError
 # order → for each state: the state after it, or the error that refuses it (state unchanged), or HELD
 EXPECTED: dict[str, tuple[object, ...]] = {
-    SLEEP_1: ("ASLEEP(1)", "no-op", AsleepError, "ASLEEP(1)", NeedsWeightsError, StageFailedError),
-    SLEEP_2: ("ASLEEP(2)", "ASLEEP(2)", "no-op", "ASLEEP(2)", "ASLEEP(2)", StageFailedError),
+    SLEEP_1: (AT_1, "no-op", AsleepError, AT_1, NeedsWeightsError, StageFailedError),
+    SLEEP_2: (AT_2, AT_2, "no-op", AT_2, AT_2, StageFailedError),
     WAKE: ("no-op", "AWAKE", "AWAKE", "AWAKE", "AWAKE", StageFailedError),
     MAP_ONLY: ("no-op", "AWAKE", "NEEDS_WEIGHTS", "AWAKE", "no-op", StageFailedError),
     GENERATE: ("AWAKE", HELD, HELD, HELD, NeedsWeightsError, StageFailedError),
@@ -38,14 +39,14 @@ CELLS = [(order, state, EXPECTED[order][i]) for order in EXPECTED for i, state i
 
 def state_of(engine: AsyncOmni) -> str:
     stage = engine.status().stages[0]
-    return f"ASLEEP({stage.level})" if stage.state == "ASLEEP" else str(stage.state)
+    return f"ASLEEP (level {stage.level})" if stage.state == "ASLEEP" else str(stage.state)
 
 
 async def bring_to(engine: AsyncOmni, state: str) -> None:
     """Stage 0 into a state, by real orders."""
-    if state == "ASLEEP(1)":
+    if state == AT_1:
         await engine.sleep([0], level=1)
-    elif state in {"ASLEEP(2)", "NEEDS_WEIGHTS"}:
+    elif state in {AT_2, "NEEDS_WEIGHTS"}:
         await engine.sleep([0], level=2)
     elif state == "PARTLY_AWAKE":
         await engine.sleep([0], level=1)

@@ -14,9 +14,7 @@ import pytest
 from omni_notebook import errors
 from omni_notebook.executors import make_executor
 from omni_notebook.executors.mp.executor import MpExecutor
-from omni_notebook.worker.faults import describe, rebuild
 from omni_notebook.executors.mp.messages import Order, ToChild, payload
-from omni_notebook.worker.methods import METHODS, signature
 from omni_notebook.executors.mp.placement import environment, places, split
 from omni_notebook.executors.mp.wire import INLINE_BYTES, Receiver, pack
 from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
@@ -30,6 +28,8 @@ from omni_notebook.worker.batches import (
     SequenceAnswer,
     SequenceStep,
 )
+from omni_notebook.worker.faults import describe, rebuild
+from omni_notebook.worker.methods import METHODS, signature
 from omni_notebook.worker.reports import LoadReport, WakeOutlook
 from omni_notebook.worker.worker import Worker
 from tests.executors.executor_helpers import fds, make_specs

@@ -44,7 +44,7 @@ def test_the_figure_names_every_rank_and_the_unit():
     figure = charts.plot_reclaimed([ack(rank=n, pid=n, residual_bytes=2 * MIB) for n in range(3)])
     labels, notes = texts(figure)
     assert labels == [f"stage 0 · rank {n}" for n in range(3)]
-    assert notes == ["256.0 MiB · 2.0 MiB left"] * 3
+    assert notes == ["256.0 MiB · 2.0 MiB still held"] * 3
     assert figure.axes[0].get_xlabel() == "MiB"
 
 

@@ -52,7 +52,9 @@ def test_an_audit_shows_a_hostile_prompt_as_text(shell, cell, engine):
 def test_an_audit_writes_its_files(cell, engine, tmp_path):
     files = {kind: tmp_path / f"audit.{kind}" for kind in ("html", "json", "csv")}
     options = " ".join(f"--{kind} {path}" for kind, path in files.items())
-    ok(cell, f"%omni audit 1 --level 1 --steps 2 {options}")
+    _, shown = cell(f"kept = %omni audit 1 --level 1 --steps 2 {options}")
+    assert shown.startswith("audit PASS · level 1 · 1 of 1 cycle · stage 1 (painter)")
+    assert shown.splitlines()[1:] == [f"written: {path}" for path in files.values()]
     assert files["html"].read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert '"verdict": "PASS"' in files["json"].read_text(encoding="utf-8")
     assert files["csv"].read_text(encoding="utf-8").startswith("cycle,stage_id,")
@@ -80,9 +82,9 @@ def test_the_still_picture_has_a_row_a_process_and_the_images(cell, engine):
     made = ok(cell, "%omni audit --level 1 --steps 2 --cycles 2")
     figure = plot_audit(made)
     titles = [axes.get_title(loc="left") or axes.get_title() for axes in figure.axes]
-    assert titles[1:] == ["golden", "after the wake"]
+    assert titles[1:] == ["before the sleep", "after the wake"]
     assert titles[0].startswith("process ")
-    assert figure.get_suptitle().startswith("audit PASS")
+    assert figure.get_suptitle().startswith("audit PASS"), repr(made)
 
 
 # ------------------------------------------------------------------------------------------ borrow
@@ -175,23 +177,25 @@ def test_a_job_shows_its_state_and_its_result(shell, cell, engine):
     made = ok(cell, "job.result()")
     assert len(made.images) == 1
     data, _ = shell.display_formatter.format(job)
-    assert re.search(r"<Job \d+: %omni generate a red star · done · ", data["text/plain"])
+    assert re.search(r"<Job \d+: %omni generate --seed 1 --steps 3 a red star · done · ", data["text/plain"])
     assert "✓ done" in data["text/html"]
 
 
 def test_the_list_of_jobs_is_a_table_with_errors_escaped(shell, cell, engine):
     before = len(session().jobs.list())
     ok(cell, "job = %omni generate <b>red</b> star --bg --steps 2\n_ = job.result()")
-    cell("%omni sleep 0")
-    cell("bad = %omni generate <i>red</i> star --bg\nbad.result()")
-    jobs = ok(cell, "%omni jobs")
+    cell("bad = %omni generate <i>red</i> and nothing else --max-tokens 1 --bg\nbad.result()")
+    jobs = ok(cell, "jobs = %omni jobs\njobs")
     assert isinstance(jobs, JobList)
+    shown = cell("jobs[999]")[1]
+    assert "ArgumentError: there is no job 999; jobs are: " in shown
+    assert len(shown.splitlines()) == 1
     assert [str(job.state) for job in jobs[before:]] == ["done", "failed"]
     html = shell.display_formatter.format(jobs)[0]["text/html"]
     assert "<b>red" not in html
     assert "&lt;b&gt;red" in html
     assert "✗ failed" in html
-    assert "%omni wake 0" in html
+    assert "--max-tokens 1 may have cut the plan" in html
 
 
 def test_an_error_of_a_job_is_one_red_line(cell, engine):

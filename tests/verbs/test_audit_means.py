@@ -22,7 +22,7 @@ from omni_notebook.verbs.auditing import drawing, outside, report
 from omni_notebook.verbs.auditing.child import Child, ChildGoneError
 from omni_notebook.verbs.auditing.outside import Outside
 from omni_notebook.verbs.auditing.probe import Probe
-from omni_notebook.verbs.auditing.record import Finding, Record, Source, Verdict
+from omni_notebook.verbs.auditing.record import Finding, ProbeLine, Record, Source, Verdict
 from omni_notebook.verbs.auditing.result import AuditResult
 from tests.verbs.test_audit_judging import cycle, output, process, rank
 
@@ -256,8 +256,49 @@ def test_of_many_processes_the_largest_are_drawn():
     assert "<summary>1024 rows</summary>" in page
 
 
+def probed(asked, taken, free, outcome="taken", **known):
+    probe = ProbeLine(asked_bytes=asked, taken_bytes=taken, available_bytes=free, pid=1, ms=1.0, outcome=outcome)
+    return AuditResult(record(cycles=(cycle(probe=probe, output=output(same_images=True), **known),)))
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ((8 * GIB, 8 * GIB, 19 * GIB), "may take 8.00 GiB {} (100.0 MiB from the sleep, the rest was free)."),
+        ((64 * MIB, 64 * MIB, 19 * GIB), "may take 64.0 MiB {} (100.0 MiB from the sleep)."),
+        (
+            (60 * GIB, 0, 19 * GIB, "not tried"),
+            "may NOT take 60.00 GiB {}: 19.00 GiB are free, beside a reserve that keeps the machine alive.",
+        ),
+        (
+            (8 * GIB, GIB, 19 * GIB, "stopped at 1.00 GiB: someone took memory"),
+            "may NOT take 8.00 GiB {}: stopped at 1.00 GiB: someone took memory.",
+        ),
+    ],
+)
+def test_the_first_line_answers_whether_a_trainer_may_start(facts, words):
+    result = probed(*facts)
+    answer = f"A trainer {words.format('while these stages sleep')} The stages are AWAKE again: sleep them first."
+    assert repr(result).splitlines()[0] == answer
+    assert f"<strong>{answer}</strong>" in report.page(result)
+
+
+def test_a_trainer_is_not_told_that_stages_are_awake_which_did_not_wake():
+    result = probed(MIB, MIB, GIB, ranks=(rank(wake_status="ERROR"),))
+    assert repr(result).splitlines()[0].endswith("Not all stages woke: %omni status.")
+
+
+def test_an_audit_without_a_probe_says_that_nobody_tried():
+    result = AuditResult(record())
+    assert repr(result).startswith("audit PASS")
+    assert result.reasons[-1] == "whether a trainer may start was not tried: --probe SIZE does"
+
+
 def test_the_text_says_the_verdict_the_reasons_and_what_was_seen():
     finding = Finding(severity=Verdict.WARN, text="not seen", sources=(Source.STATUS,), cycle=1)
     text = repr(AuditResult(record(verdict=Verdict.WARN, findings=(finding,))))
     assert text.startswith("audit WARN · level 2 · 1 of 1 cycle")
-    assert "  WARN: cycle 1: not seen [status]\nseen:\n  asleep: 1 rank freed 100.0 MiB [ack], 100.0 MiB left" in text
+    assert (
+        "  WARN: cycle 1: not seen [status]\nseen:\n  asleep: 1 rank freed 100.0 MiB [ack], 100.0 MiB gone, as seen"
+        in text
+    )

@@ -23,11 +23,13 @@ import omni_notebook as omni
 from omni_notebook.errors import ArgumentError, AsleepError, SleepError, StageFailedError, WakeError
 from omni_notebook.protocol import MIB
 from omni_notebook.verbs.borrowing import holders, tidying
-from omni_notebook.verbs.borrowing.peak import PeakWatch
+from omni_notebook.verbs.borrowing.lease import Lease
+from omni_notebook.verbs.borrowing.peak import Peak, PeakWatch
 from omni_notebook.verbs.frontend import CellError
 from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.registry import execute
 from tests.engine.engine_helpers import collect, fault, golden, rank_fault, slow, until
+from tests.notebook.acks import ack
 from tests.verbs.lying_worker import told
 
 
@@ -91,6 +93,13 @@ def test_a_wake_that_fails_does_not_hide_what_the_code_raised(engine, way):
         borrow()
     assert one.value.__cause__ is mine
     asyncio.run(engine.wake_up())
+
+
+@pytest.mark.parametrize(("peak_mib", "more"), [(90, ""), (140, ", 40.0 MiB MORE than was borrowed")])
+def test_a_peak_above_what_was_borrowed_is_said(peak_mib, more):
+    peak = Peak(begin_bytes=0, high_bytes=peak_mib * MIB, how="VmHWM")
+    lease = Lease([0], level=1, acks=[ack(freed_bytes=100 * MIB)], peak=peak)
+    assert repr(lease) == f"borrowed 100.0 MiB of stage 0 · the code's own peak {peak_mib}.0 MiB (VmHWM){more}"
 
 
 def test_the_asynchronous_context_does_the_same(engine):

@@ -108,3 +108,16 @@ def test_an_interrupted_order_that_had_nothing_to_do_was_not_rolled_back():
 
 def test_an_order_that_moves_no_state_claims_nothing():
     assert hints.outcome(None, [stage(0)], [stage(0)]) == "interrupted"
+
+
+def test_stages_that_only_a_pause_holds_share_one_call_that_opens_them():
+    held = {"pause_state": PauseState.PAUSED, "pause_mode": "keep"}
+    two = [stage(0, **held), stage(1, name="painter", **held)]
+    assert hints.describe(two) == (
+        "stage 0 (thinker) is AWAKE, PAUSED (keep); stage 1 (painter) is AWAKE, PAUSED (keep): %omni resume opens both"
+    )
+    assert hints.describe([*two, stage(2, **held)]).endswith(": %omni resume opens them all")
+    assert hints.describe([two[0], stage(1, **ASLEEP)]) == (
+        "stage 0 (thinker) is AWAKE, PAUSED (keep): %omni resume 0 opens it; "
+        "stage 1 (thinker) is ASLEEP (level 2): %omni wake 1 wakes it"
+    )

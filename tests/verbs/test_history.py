@@ -50,6 +50,7 @@ def run(session, line):
         ("history --errors", ["bad"]),
         ("history --since 1970-01-01T00:16:42Z", ["bad", "t3", "t2"]),
         ("history --session 1 --limit 2", ["bad", "t3"]),
+        ("history --session this", ["bad", "t3", "t2", "t1", "t0"]),
         ("history --limit all", ["bad", "t3", "t2", "t1", "t0"]),
         ("history --since 2h", []),
     ],
@@ -72,8 +73,9 @@ def test_a_stage_may_be_named_where_an_engine_knows_it(session, filled):
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "html"])
-def test_files_are_written_beside_what_is_shown(session, filled, tmp_path, kind):
+def test_files_are_written_beside_what_is_shown(session, filled, tmp_path, kind, capsys):
     found = run(session, f"history --errors --{kind} {tmp_path}/out")
+    assert capsys.readouterr().out == f"written: {tmp_path}/out\n"
     assert len(found) == 1
     text = (tmp_path / "out").read_text(encoding="utf-8")
     assert "no" in text

@@ -9,7 +9,16 @@ import time
 import pytest
 
 from omni_notebook.engine import core
-from omni_notebook.errors import AsleepError, DeadlineError, EngineClosedError, SleepError, StageBusyError
+from omni_notebook.errors import (
+    ArgumentError,
+    AsleepError,
+    DeadlineError,
+    EngineClosedError,
+    OmniError,
+    PausedError,
+    SleepError,
+    StageBusyError,
+)
 from omni_notebook.verbs import jobs as module
 from omni_notebook.verbs.auditing.result import AuditResult
 from omni_notebook.verbs.generating import Generation
@@ -56,9 +65,10 @@ def test_orders_run_behind_and_their_answers_are_the_last_ones(session, engine):
     assert states(engine) == ["AWAKE", "AWAKE"]
 
 
-def test_an_audit_runs_behind_and_tells_which_step_it_is_in(session, engine, tmp_path):
+def test_an_audit_runs_behind_and_tells_which_step_it_is_in(session, engine, tmp_path, capsys):
     path = tmp_path / "audit.json"
     job = execute(session, f"audit --level 1 --steps 3 --cycles 2 --json {path} --bg")
+    assert capsys.readouterr().out == f"at its end: {path}\n"
     wait_until(lambda: "cycle 2 of 2" in job.words())
     result = job.result(30)
     assert isinstance(result, AuditResult)
@@ -79,7 +89,7 @@ def test_who_stops_waiting_does_not_stop_the_job(session, engine):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(job, 0.05)
 
-    with slow(engine, 0, 0.5, "prepare_sleep"):
+    with slow(engine, 0, 1.5, "prepare_sleep"):
         job = execute(session, "sleep 0 --bg")
         with pytest.raises(DeadlineError, match=r"job \d+ had not ended after 0.05 s; it goes on"):
             job.result(timeout=0.05)
@@ -130,11 +140,37 @@ def test_an_error_is_one_line_when_shown_and_raised_by_result(session, engine):
     assert "prepare_sleep" in (session.last_traceback or "") or "SleepError" in (session.last_traceback or "")
 
 
-def test_a_closed_gate_is_told_in_the_words_of_verbs(session, engine):
-    execute(session, "sleep 0")
-    job = execute(session, "generate a red star --bg")
-    with pytest.raises(AsleepError, match="%omni wake 0"):
+def test_what_can_not_start_is_refused_in_the_cell_and_makes_no_job(session, engine):
+    execute(session, "sleep 0 --level 2")
+    execute(session, "pause 1")
+    for line, error, words in (
+        ("generate a red star --bg", (AsleepError, PausedError), "%omni wake 0, %omni resume"),
+        ("sleep 0 --level 1 --bg", AsleepError, "its weights are gone"),
+        ("wake 7 --bg", ArgumentError, "7"),
+    ):
+        with pytest.raises(error, match=words):
+            execute(session, line)
+    execute(session, "resume")
+    execute(session, "wake")
+    for line in ("generate a red star --steps 0 --bg", "audit --steps 0 --bg", "generate a red star --lora none --bg"):
+        with pytest.raises(OmniError):
+            execute(session, line)
+    with slow(engine, 1, 0.5):
+        job = execute(session, "generate a red star --steps 3 --bg")
+        wait_until(lambda: engine.status().stages[1].running)
+        with pytest.raises(StageBusyError, match="sleep 1 --mode"):
+            execute(session, "sleep 1 --bg")
         job.result(20)
+    assert len(session.jobs.list()) == 1
+
+
+def test_an_order_that_waits_for_another_one_is_a_job(session, engine):
+    with slow(engine, 0, 1.5, "prepare_sleep"):
+        first = execute(session, "sleep 0 --bg")
+        second = execute(session, "wake 0 --bg")
+        assert not second.done
+        assert [job.result(20)[0].ok for job in (first, second)] == [True, True]
+    assert states(engine) == ["AWAKE", "AWAKE"]
 
 
 def test_an_audit_that_is_refused_is_refused_at_once(session, engine):
@@ -190,3 +226,26 @@ def test_jobs_are_listed_and_those_that_run_are_never_forgotten(session, engine,
     running.set_result(0)
     assert first.result() == 0
     assert "job.result() has it" in repr(listed)
+    assert (listed[1], listed[10], listed[-1]) == (first, listed[-2], listed[11])
+    with pytest.raises(ArgumentError, match="there is no job 0; jobs are: 1, 9, 10, 11"):
+        listed[0]
+
+
+def test_a_job_is_cancelled_by_the_number_that_the_list_shows(session, engine, capsys):
+    with slow(engine, 1, 0.3):
+        job = execute(session, "generate a red star --steps 3 --bg --seed 3")
+        assert repr(job).startswith("<Job 1: %omni generate --steps 3 --seed 3 a red star · running")
+        assert execute(session, "jobs --cancel 1")[1] is job
+        wait_until(lambda: job.done)
+    assert job.state == JobState.CANCELLED
+    execute(session, "jobs --cancel 1")
+    assert capsys.readouterr().out == "job 1 was told to end\njob 1 had ended: cancelled\n"
+    with pytest.raises(ArgumentError, match="there is no job 2; jobs are: 1"):
+        execute(session, "jobs --cancel 2")
+
+
+def test_an_image_that_is_drawn_behind_says_that_its_plan_is_written(session, engine):
+    with slow(engine, 1, 0.5):
+        job = execute(session, "generate a red star --steps 3 --bg")
+        wait_until(lambda: job.words() == "the plan is written, the image is queued or being drawn")
+        job.result(20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from omni_notebook.protocol import AckEvent, MemoryState, PauseState, StateEvent
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 KEPT_ORDERS = 64
 KEPT_ACKS = 4096
+RESTARTS = "restarts"
 Place = tuple[int, int, int]
 """stage id, replica, rank"""
 
@@ -20,6 +21,15 @@ Place = tuple[int, int, int]
 def place_of(ack: OmniACK) -> Place:
     """Whose answer it is."""
     return ack.stage_id, ack.metadata.get("replica") or 0, ack.rank
+
+
+def _process_of(ack: OmniACK) -> tuple[object, ...]:
+    pid = ack.metadata.get("pid")
+    return place_of(ack) if pid is None else (pid, ack.metadata.get("device"))
+
+
+def _without_residual(ack: OmniACK) -> OmniACK:
+    return replace(ack, metadata={**ack.metadata, "residual_bytes": None})
 
 
 @dataclass(slots=True)
@@ -38,8 +48,8 @@ class Answered:
 
     @property
     def title(self) -> str:
-        """`sleep 2`, `wake`."""
-        return f"{self.order} {self.level}" if self.order == "sleep" and self.level else self.order
+        """`sleep L2`, `wake`."""
+        return f"{self.order} L{self.level}" if self.order == "sleep" and self.level else self.order
 
     @property
     def noop(self) -> bool:
@@ -67,6 +77,8 @@ class Log:
         self.moves: deque[Moved] = deque(maxlen=KEPT_ORDERS)
         self._orders: OrderedDict[str, Answered] = OrderedDict()
         self._last: dict[Place, OmniACK] = {}
+        self._last_sleep: dict[Place, OmniACK] = {}
+        self._since: dict[Place, str] = {}
         self._before: dict[int, StateEvent] = {}
         self._n_acks = 0
 
@@ -79,6 +91,20 @@ class Log:
     def last_acks(self) -> list[OmniACK]:
         """Each rank's last answer to an order that moved something, in order of ranks."""
         return [self._last[place] for place in sorted(self._last)]
+
+    @property
+    def last_sleeps(self) -> list[OmniACK]:
+        """Each rank's last answer to a sleep that moved something, in order of ranks; a wake does not take it away.
+
+        What a process held is left out of an answer where another rank of it has answered a later sleep.
+        """
+        newest = {_process_of(ack): ack.task_id for ack in self._last_sleep.values()}
+        found = (self._last_sleep[place] for place in sorted(self._last_sleep))
+        return [ack if newest[_process_of(ack)] == ack.task_id else _without_residual(ack) for ack in found]
+
+    def since(self, ack: OmniACK) -> str:
+        """What has happened to a rank since its last sleep: "since woken", "since restarted", or nothing."""
+        return self._since.get(place_of(ack), "")
 
     def take(self, event: Event, at_s: float) -> None:
         """Take an event that arrived at `at_s` of the chart's clock; samples and requests are not kept."""
@@ -97,13 +123,29 @@ class Log:
         known.acks.append(event.ack)
         if not event.ack.metadata.get("noop"):
             self._last[place_of(event.ack)] = event.ack
+            self._note_sleep(event)
         self._n_acks += 1
         while len(self._orders) > 1 and (len(self._orders) > KEPT_ORDERS or self._n_acks > KEPT_ACKS):
             _, oldest = self._orders.popitem(last=False)
             self._n_acks -= len(oldest.acks)
 
+    def _note_sleep(self, event: AckEvent) -> None:
+        place = place_of(event.ack)
+        if event.order == "sleep":
+            if place in self._last_sleep and event.ack.ok and event.ack.metadata.get("host_freed_bytes"):
+                return  # level 1 to 2: only its copy went, what it gave back before stands
+            self._last_sleep.pop(place, None)
+            self._last_sleep[place] = event.ack  # the newest stands last
+            self._since.pop(place, None)
+        elif event.ack.ok:
+            self._since[place] = "since woken"
+
     def _move(self, event: StateEvent, at_s: float) -> None:
         words = _words(event, self._before.get(event.stage_id))
+        if words == RESTARTS:
+            self._since.update(
+                dict.fromkeys((p for p in self._last_sleep if p[0] == event.stage_id), "since restarted")
+            )
         self._before[event.stage_id] = event
         if words:
             failed = words.startswith("FAILED") or event.pause_state == PauseState.PAUSE_FAILED
@@ -117,7 +159,7 @@ def _words(event: StateEvent, before: StateEvent | None) -> str:
     if event.state == MemoryState.NEEDS_WEIGHTS and "failed" in event.reason:
         return event.reason
     if event.reason == "restart":
-        return "restarts"
+        return RESTARTS
     if event.reason == "loaded" or event.reason.startswith("weights "):
         return f"{event.reason}, {event.state}"
     paused = PauseState.OPEN if before is None else before.pause_state

@@ -60,9 +60,12 @@ def kind_of(tag: str) -> int:
     return 2 if tag.startswith("lora") else _KINDS.get(tag, len(TAGS) - 1)
 
 
-def badge(state: MemoryState, *, closed: bool = False) -> tuple[str, str]:
-    """A sign and a colour for a state; the word stands beside them."""
-    return ("■", GREY) if closed else _BADGES[state]
+def badge(state: MemoryState, *, closed: bool = False, paused: bool = False) -> tuple[str, str]:
+    """A sign and a colour for a state; the word stands beside them. What is awake and paused is amber."""
+    if closed:
+        return "■", GREY
+    sign, colour = _BADGES[state]
+    return sign, ORANGE if paused and state == MemoryState.AWAKE else colour
 
 
 def fill(kind: int) -> str:

@@ -23,19 +23,22 @@ class Press(StrEnum):
 
     PAUSE = "Pause"
     RESUME = "Resume"
-    SLEEP_1 = "Sleep 1"
-    SLEEP_2 = "Sleep 2"
+    SLEEP_1 = "Sleep L1"
+    SLEEP_2 = "Sleep L2"
     WAKE = "Wake"
     RESTART = "Restart"
 
 
 _DOES = {
-    Press.PAUSE: "close admission; the running batch ends, requests that wait are held",
+    Press.PAUSE: f"close admission; the running batch ends, requests that wait are held; {hints.NEW_REQUESTS}",
     Press.RESUME: "open admission and the scheduler again",
-    Press.SLEEP_1: "give the device memory back and keep a copy on the host; loses nothing",
-    Press.SLEEP_2: "give the device memory back and keep no copy; the wake reads the checkpoint again",
+    Press.SLEEP_1: "level 1: give the device memory back and keep a copy on the host; loses nothing",
+    Press.SLEEP_2: "level 2: give the device memory back and keep no copy; the wake reads the checkpoint again",
     Press.WAKE: "map the memory, fill it and verify it",
-    Press.RESTART: "end this stage's workers and start new ones from the last checkpoint",
+    Press.RESTART: (
+        "end this stage's workers and start new ones from the last checkpoint; running requests end first, queued ones "
+        "are kept"
+    ),
 }
 _ORDERS = {
     Press.SLEEP_1: Order.SLEEP_1,
@@ -82,7 +85,9 @@ def refusal(press: Press, stage: StageStatus) -> str:
 def _no_pause(stage: StageStatus) -> str:
     if stage.state == MemoryState.FAILED:
         return "it has FAILED; press Restart first"
-    return f"it is {stage.pause_state}" if stage.pause_state in {PauseState.PAUSING, PauseState.PAUSED} else ""
+    if stage.pause_state == PauseState.PAUSED:
+        return f"it is PAUSED: {hints.NEW_REQUESTS}"
+    return f"it is {stage.pause_state}" if stage.pause_state == PauseState.PAUSING else ""
 
 
 def _by_table(press: Press, stage: StageStatus) -> str:
@@ -91,13 +96,20 @@ def _by_table(press: Press, stage: StageStatus) -> str:
     if action == Action.NOOP:
         return f"nothing to do, it is {hints.memory_words(stage)}"
     if action == Action.REFUSE:
-        return hints.in_verbs(str(state_table.refusal(order, stage.stage_id, stage.state, stage.level)))
+        return _why_refused(order, stage)
     if press == Press.SLEEP_2 and not stage.recoverable:
         return (
             f"its weights can not be read again, they would be LOST; %omni sleep {stage.stage_id} --level 2 --discard "
             "does it all the same"
         )
     return ""
+
+
+def _why_refused(order: Order, stage: StageStatus) -> str:
+    """The table's reason; which stage it is, and that nothing changes, a tooltip of its button need not say."""
+    error = state_table.refusal(order, stage.stage_id, stage.state, stage.level, reload=stage.recoverable)
+    why = hints.in_verbs(str(error)).removesuffix(". Nothing changed")
+    return why.replace(f"stage {stage.stage_id} is ", "it is ", 1)
 
 
 def busy(stage: StageStatus) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from omni_notebook import units
 from omni_notebook.notebook.dashboard import looks
-from omni_notebook.notebook.dashboard.log import place_of
+from omni_notebook.notebook.dashboard.log import RESTARTS, place_of
 from omni_notebook.notebook.dashboard.series import decimated, extremes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _DIFFER = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A sleep or wake (or a failed one) at `age_s`."""
+    """A sleep, a wake, a restart or a failure at `age_s`."""
 
     age_s: float
     label: str
@@ -94,7 +94,7 @@ def chart(window: Window, status: EngineStatus, log: Log) -> Chart:
     ages = now_s - window.times
     span_s = next((span for span in _SPANS_S if not ages.size or ages[0] <= span), _SPANS_S[-1])
     buckets = _SMALL_BUCKETS if MOST_LARGE < n_ranks <= MOST_PANELS else _LARGE_BUCKETS
-    view = _View(ages, window.values, _rows(window), log, now_s, buckets)
+    view = _View(ages, window.values, _rows(window), log, now_s, buckets, status.closed)
     if n_ranks <= MOST_PANELS:
         return Chart(span_s, tuple(p for stage in status.stages for p in _rank_panels(stage, view)), None, n_ranks)
     panels = tuple(_stage_panel(stage, view) for stage in status.stages)
@@ -109,6 +109,7 @@ class _View:
     log: Log
     now_s: float
     buckets: int
+    closed: bool
 
     def stack(self, places: Iterable[Place]) -> NDArray[np.float64]:
         """[kind of tag, n]: the sums over these ranks; NaN where none of them is known."""
@@ -150,7 +151,7 @@ def _rank_panels(stage: StageStatus, view: _View) -> list[Panel]:
             (span, _resident(rank), full),
             _marks(view, stage.stage_id, [_place(stage, rank)]),
             view,
-            alive=rank.alive,
+            alive=rank.alive or view.closed,
         )
         for rank, stack, span in zip(stage.ranks, stacks, mapped, strict=True)
     ]
@@ -166,7 +167,7 @@ def _stage_panel(stage: StageStatus, view: _View) -> Panel:
         (mapped, sum(map(_resident, stage.ranks)), max(mapped, _peak(stack), 1)),
         _marks(view, stage.stage_id, places),
         view,
-        alive=all(rank.alive for rank in stage.ranks),
+        alive=view.closed or all(rank.alive for rank in stage.ranks),
     )
 
 
@@ -212,7 +213,12 @@ def _marks(view: _View, stage_id: int, places: Sequence[Place]) -> tuple[Mark, .
         for move in view.log.moves
         if move.failed and move.stage_id == stage_id
     ]
-    return tuple(sorted((mark for mark in (*found, *fails) if mark), key=lambda mark: mark.age_s))
+    restarts = [
+        Mark(view.now_s - move.at_s, "restart", "restart", ok=True)
+        for move in view.log.moves
+        if move.words == RESTARTS and move.stage_id == stage_id
+    ]
+    return tuple(sorted((mark for mark in (*found, *fails, *restarts) if mark), key=lambda mark: mark.age_s))
 
 
 def _mark(view: _View, answered: Answered, places: set[Place]) -> Mark | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from omni_notebook import units
@@ -11,6 +12,7 @@ from omni_notebook.notebook import charts
 from omni_notebook.notebook.dashboard import looks
 from omni_notebook.notebook.dashboard.log import Moved
 from omni_notebook.notebook.dashboard.orders import CLOSED
+from omni_notebook.protocol import PauseState
 from omni_notebook.verbs import hints
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ CSS = f"""
 .omni-dash table {{ border-collapse: collapse; color: inherit; font-variant-numeric: tabular-nums; }}
 .omni-dash th, .omni-dash td {{ padding: 2px 8px; text-align: left; vertical-align: top; }}
 .omni-dash tr {{ border-bottom: 1px solid {looks.LINE}; background: none; }}
+.omni-dash .omni-numbers td {{ white-space: nowrap; }}
 .omni-dash .omni-soft {{ color: {looks.SOFT}; }}
 .omni-dash .omni-alarm {{ color: {looks.ALARM}; overflow-wrap: anywhere; }}
 .omni-dash .omni-title {{ font-weight: 600; }}
@@ -76,13 +79,15 @@ def units_of_time(seconds: float) -> str:
 
 def card(stage: StageStatus, *, closed: bool = False) -> str:
     """What a stage is and does."""
-    sign, colour = looks.badge(stage.state, closed=closed)
+    paused = stage.pause_state is not PauseState.OPEN
+    sign, colour = looks.badge(stage.state, closed=closed, paused=paused)
     state = "STOPPED" if closed else hints.memory_words(stage)
     name, kind = f"{stage.stage_id} {stage.name}", f"{stage.kind} · {stage.runtime} · {_short(stage.model)}"
     title = (
         f'<div title="{looks.text(stage.model)}"><span class="omni-title">{looks.text(name)}</span> '
         f'<span class="omni-soft">{looks.text(kind)}</span></div>'
-        f'<div style="font-weight:600"><span aria-hidden="true" style="color:{colour}">{sign}</span> '
+        f'<div style="font-weight:600"{_held_out(paused=paused and not closed)}>'
+        f'<span aria-hidden="true" style="color:{colour}">{sign}</span> '
         f"{looks.text(state)}{_pause(stage, closed=closed)}</div>"
     )
     facts = "".join(f"<span>{looks.text(name)}</span><span>{looks.text(text)}</span>" for name, text in _facts(stage))
@@ -100,6 +105,11 @@ def _pause(stage: StageStatus, *, closed: bool) -> str:
         return ""
     mode = f" ({stage.pause_mode})" if stage.pause_mode else ""
     return f' <span class="omni-soft">·</span> {looks.text(f"{stage.pause_state}{mode}")}'
+
+
+def _held_out(*, paused: bool) -> str:
+    """A tooltip on the state: what a pause means for a new request."""
+    return f' title="{looks.text(f"paused; a new request: {hints.NEW_REQUESTS}")}"' if paused else ""
 
 
 def _facts(stage: StageStatus) -> Iterable[tuple[str, str]]:
@@ -156,13 +166,28 @@ def notice(text: str) -> str:
 
 
 def reclaimed(log: Log) -> str:
-    """Freed against what is left, a rank (or a group of ranks), from each rank's last ACK."""
-    acks = log.last_acks
-    title = '<div class="omni-title">Reclaimed and residual, from each rank\'s last ACK</div>'
+    """Freed against what its process still held, a rank (or a group of ranks), from each rank's last sleep."""
+    acks = log.last_sleeps
+    title = '<div class="omni-title">Last sleep of each rank: freed, still held</div>'
     if not acks:
-        return dash(f'{title}<div class="omni-soft">no rank has answered a sleep or a wake since this opened</div>')
-    bars = charts.ack_bars(acks) if len(acks) <= MOST_BARS else grouped_bars(acks)
-    return dash(title + _bars(bars, "reclaimed and residual memory by rank"))
+        return dash(f'{title}<div class="omni-soft">no rank has slept since this opened</div>')
+    if len(acks) > MOST_BARS:
+        return dash(title + _since_then(log, acks) + _bars(grouped_bars(acks), "freed and still held memory by rank"))
+    since = {units.place(ack): log.since(ack) for ack in acks}
+    bars = [
+        replace(bar, note=" · ".join(filter(None, (bar.note, since.get(bar.label))))) for bar in charts.ack_bars(acks)
+    ]
+    shared = any(bar.label not in since for bar in bars)
+    return dash(title + _bars(bars, "freed and still held memory by rank") + (_since_then(log, acks) if shared else ""))
+
+
+def _since_then(log: Log, acks: Sequence[OmniACK]) -> str:
+    """A line for what is not one rank's: these are figures of the sleep, and many ranks may be awake now."""
+    moved = sum(bool(log.since(ack)) for ack in acks)
+    if not moved:
+        return ""
+    words = f"the figures of that sleep; {moved} of {units.count(len(acks), 'rank')} since woken or restarted"
+    return f'<div class="omni-soft">{words}</div>'
 
 
 def _bars(bars: Sequence[charts.Bar], title: str) -> str:
@@ -312,10 +337,10 @@ def _answer(ack: OmniACK) -> str:
         return "✓ nothing to do, it was so already"
     mapped = facts.get("mapped_bytes") or 0
     moved = f"mapped {units.size(mapped)}" if mapped and not ack.freed_bytes else f"freed {units.size(ack.freed_bytes)}"
-    left = facts.get("residual_bytes")
+    held = facts.get("residual_bytes")
     parts = [
         moved,
-        "" if left is None else f"{units.size(left)} left in its process",
+        "" if held is None else f"{units.size(held)} still held by its process",
         f"host freed {units.size(facts['host_freed_bytes'])}" if facts.get("host_freed_bytes") else "",
         units.milliseconds(facts["latency_ms"]) if facts.get("latency_ms") is not None else "",
         str(facts["note"]) if facts.get("note") else "",
@@ -350,7 +375,8 @@ def table(status: EngineStatus) -> str:
     )
     left = f'<div class="omni-soft">and {len(rows) - SHOWN_ROWS} more rows</div>' if len(rows) > SHOWN_ROWS else ""
     return dash(
-        f'<div class="omni-scroll"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>{left}'
+        f'<div class="omni-scroll omni-numbers"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+        f"</div>{left}"
     )
 
 

@@ -30,17 +30,18 @@ def carry_out(sampler: Sampler, stage_id: int, press: Press) -> None:
         return
     try:
         stage = next(stage for stage in engine.status().stages if stage.stage_id == stage_id)
-        line = orders.line(press, stage)
+        line, began_s = orders.line(press, stage), time.perf_counter()
         _note(sampler, stage_id, f"{press}: ordered (%omni {line})")
         future = engine.submit(orders.call(press, engine, stage))
     except Exception as error:  # noqa: BLE001  (a page's message has nobody to raise to)
         _note(sampler, stage_id, f"✗ {press}: {_words(error)}", wrong=True)
         return
-    future.add_done_callback(functools.partial(_ended, sampler, stage, press, line))
+    future.add_done_callback(functools.partial(_ended, sampler, stage, press, (line, began_s)))
 
 
-def _ended(sampler: Sampler, stage: StageStatus, press: Press, line: str, future: Future[Any]) -> None:
-    """On the engine's thread: what became of it."""
+def _ended(sampler: Sampler, stage: StageStatus, press: Press, given: tuple[str, float], future: Future[Any]) -> None:
+    """On the engine's thread: what became of an order that was `given` as a line at a time."""
+    line, began_s = given
     if future.cancelled():
         _note(sampler, stage.stage_id, f"✗ {press}: called off, the engine is shutting down", wrong=True)
         return
@@ -49,7 +50,8 @@ def _ended(sampler: Sampler, stage: StageStatus, press: Press, line: str, future
         session().note_error(error, line)
         _note(sampler, stage.stage_id, f"✗ {press}: {_words(error)}", wrong=True)
     else:
-        _note(sampler, stage.stage_id, f"✓ {press}{_result(future.result())}")
+        said = _restarted(sampler, stage, began_s) if press == orders.Press.RESTART else _result(future.result())
+        _note(sampler, stage.stage_id, f"✓ {press}{said}")
     acks = getattr(error, "acks", None) if error is not None else future.result()
     if isinstance(acks, list) and session().running is sampler.engine:
         session().acks = AckList(acks, "wake" if press == orders.Press.WAKE else "sleep")
@@ -63,6 +65,14 @@ def _note(sampler: Sampler, stage_id: int, text: str, *, wrong: bool = False) ->
 def _words(error: BaseException) -> str:
     """One line, in verbs."""
     return " ".join(hints.in_verbs(str(error) or type(error).__name__).split())
+
+
+def _restarted(sampler: Sampler, stage: StageStatus, began_s: float) -> str:
+    took = units.milliseconds(1000 * (time.perf_counter() - began_s))
+    engine = sampler.engine
+    now = [] if engine is None else hints.pick(engine.status(), [stage.stage_id])
+    loaded = sum(tag.resident_bytes for one in now for rank in one.ranks for tag in rank.tags.values())
+    return f": new workers, {units.size(loaded)} loaded in {took}"
 
 
 def _result(result: object) -> str:

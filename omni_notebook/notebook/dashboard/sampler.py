@@ -162,7 +162,7 @@ class Sampler:
         forget(self)
 
     def _sample(self, engine: Engine, *, last: bool = False) -> Frame:
-        now_s = time.monotonic()
+        now_s, was_closed = time.monotonic(), self._status.closed
         try:
             self._status = engine.status()
             self._trouble = ""
@@ -170,6 +170,8 @@ class Sampler:
             self._trouble = f"no status since then: {type(error).__name__}: {error}"
         else:
             add_status(self._timeline, now_s, self._status)
+            if self._status.closed and not was_closed:
+                self.notes.clear()  # they told of an engine that is no more
         if now_s - self._devices_s >= DEVICES_S:
             self._devices, self._devices_s = self._probe.look(self._status), now_s
         while self._events:
@@ -181,13 +183,18 @@ class Sampler:
 
 
 def add_status(timeline: Timeline, time_s: float, status: EngineStatus) -> None:
-    """What of each tag is resident, as one sample; nothing of a worker that is dead."""
-    keys, values = [], []
+    """What of each tag is resident, as one sample: unknown of a dead worker, 0 once the engine has ended."""
+    keys: list[Key] = []
+    values: list[int | None] = []
     for stage in status.stages:
         for rank in stage.ranks:
             for tag, memory in rank.tags.items():
                 keys.append(Key(stage.stage_id, rank.replica, rank.rank, tag))
-                values.append(memory.resident_bytes if rank.alive else None)
+                gone = 0 if status.closed else None
+                values.append(memory.resident_bytes if rank.alive else gone)
+    if status.closed:
+        given_back = [key for key in timeline.keys if key not in set(keys)]
+        keys, values = keys + given_back, values + [0] * len(given_back)
     timeline.add(time_s, tuple(keys), values)
 
 

@@ -133,6 +133,11 @@ class Timeline:
         self._places = {key: place for place, key in enumerate(keys)}
 
     @property
+    def keys(self) -> tuple[Key, ...]:
+        """The rows that are known now."""
+        return self._keys
+
+    @property
     def latest_s(self) -> float:
         """The last sample's time as kept here; NaN before the first."""
         return float(self._times[self._end - 1]) if self._end else math.nan

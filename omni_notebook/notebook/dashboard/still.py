@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.notebook import html, tables
@@ -62,7 +63,13 @@ def as_html(frame: Frame, name: str = "") -> str:
     image = f'<img alt="{words}" src="data:image/svg+xml;base64,{source}" style="max-width:100%">'
     status = html.as_html(tables.status_table(frame.view.status))
     style = f"<style>{_NO_WIDGET.format(name=name)}</style>" if name else ""
-    return f'<div class="omni-still {name}">{style}{image}{status}{answers}</div>'
+    return f'<div class="omni-still {name}">{style}{_dated(frame)}{image}{status}{answers}</div>'
+
+
+def _dated(frame: Frame) -> str:
+    """What this is, for who reopens the notebook."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(frame.view.status.time_s))
+    return f"<div><em>last picture, {looks.text(when)}; run the cell for the live board</em></div>"
 
 
 def _spoken(frame: Frame) -> list[str]:

@@ -73,8 +73,13 @@ def extra_legend(chart: Chart) -> list[tuple[str, str]]:
     line = '<path d="M0 5H14" fill="none" stroke="{}" stroke-width="1.4" stroke-dasharray="{}"/>'
     found = [(line.format("currentColor", "4 3"), "mapped")]
     if any(panel.marks for panel in chart.panels):
-        found.append((line.format("currentColor", "1.5 2"), "sleep or wake, as the ranks answered"))
+        found.append((line.format("currentColor", "1.5 2"), _marked(chart)))
     return found
+
+
+def _marked(chart: Chart) -> str:
+    restarted = any(mark.order == "restart" for panel in chart.panels for mark in panel.marks)
+    return "sleep or wake, as the ranks answered" + ("; restart" if restarted else "")
 
 
 # ------------------------------------------------------------------------------------------- panels

@@ -110,7 +110,7 @@ class Auditor:
         ]
         if self._route is None:
             return
-        first, self._golden = self._generate("warming up"), self._generate("golden output")
+        first, self._golden = self._generate("warming up"), self._generate("output before the sleep")
         if not outputs.same(outputs.compared(first, self._golden, self._route)):
             self._golden = None
             text = "outputs were not compared: two runs before the sleep did not give the same either"

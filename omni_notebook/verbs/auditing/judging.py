@@ -119,7 +119,7 @@ def _process(cycle: Cycle, process: ProcessLine) -> Iterator[Finding]:
         return
     if not process.freed_bytes and _has_error(cycle, process):
         return  # a rank that did not sleep says nothing about memory
-    yield from _agreement(cycle, process, Told(process.freed_bytes, process.left_bytes, "were freed", "left"))
+    yield from _agreement(cycle, process, Told(process.freed_bytes, process.left_bytes, "were freed", "were gone"))
     if process.mapped_bytes:
         back = Told(process.mapped_bytes, process.came_back_bytes, "were mapped", "came back")
         first = FIRST_WAKE_BYTES if cycle.number == 1 else 0
@@ -170,7 +170,7 @@ def _probe(cycle: Cycle) -> Iterator[Finding]:
 def _output(number: int, line: OutputLine) -> Iterator[Finding]:
     others = "; other requests ran meanwhile" if line.others else ""
     if line.same_tokens is not None:
-        text = f"{line.tokens} tokens are the same" if line.same_tokens else f"the tokens differ{others}"
+        text = f"the same {units.count(line.tokens, 'token')}" if line.same_tokens else f"the tokens differ{others}"
         yield _finding(Verdict.PASS if line.same_tokens else Verdict.FAIL, text, _OUTPUT, number)
     if line.same_weights is False:
         yield _finding(Verdict.FAIL, f"the weights have other versions: {line.weight_versions}", _OUTPUT, number)
@@ -178,7 +178,7 @@ def _output(number: int, line: OutputLine) -> Iterator[Finding]:
         return
     if line.same_images:
         sha = (line.images_sha256 or "")[:12]
-        yield _finding(Verdict.PASS, f"{line.images} image(s) are the same, SHA-256 {sha}…", _OUTPUT, number)
+        yield _finding(Verdict.PASS, f"the same {units.count(line.images, 'image')}, SHA-256 {sha}…", _OUTPUT, number)
         return
     slight = line.max_difference is not None and line.max_difference <= 1
     far = "in size or number" if line.max_difference is None else f"by up to {line.max_difference} of 255"

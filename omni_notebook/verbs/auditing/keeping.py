@@ -18,11 +18,11 @@ RECORD_S = 5.0
 
 
 def pictures(golden: Made | None, last: Made | None) -> dict[str, list[bytes]]:
-    """PNG files: the golden images, those after the last wake, and where the two differ, if they do."""
+    """PNG files: the images before the sleep, those after the last wake, and where the two differ, if they do."""
     if golden is None or last is None:
-        return {} if golden is None else _named(golden=golden.png)
+        return {} if golden is None else _named(before_the_sleep=golden.png)
     differ = difference_png(last.images, golden.images)
-    return _named(golden=golden.png, after_the_wake=last.png, the_difference_brightened=differ)
+    return _named(before_the_sleep=golden.png, after_the_wake=last.png, the_difference_brightened=differ)
 
 
 def _named(**files: list[bytes]) -> dict[str, list[bytes]]:

@@ -10,7 +10,7 @@ from omni_notebook import units
 from omni_notebook.palette import GREEN, ORANGE, RED
 from omni_notebook.verbs.auditing import drawing
 from omni_notebook.verbs.auditing.record import Verdict
-from omni_notebook.verbs.auditing.summary import not_judged, summary
+from omni_notebook.verbs.auditing.summary import not_judged, summary, trainer_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ _STYLE = """
 .omni-audit img{width:192px;height:auto;image-rendering:pixelated;border:1px solid rgba(128,128,128,.5)}
 .omni-audit .scroll{overflow-x:auto}
 .omni-audit table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9em;color:inherit}
-.omni-audit th,.omni-audit td{padding:3px 8px;text-align:left;vertical-align:top;border-bottom:1px solid
+.omni-audit th,.omni-audit td{padding:3px 8px;text-align:left!important;vertical-align:top;border-bottom:1px solid
  rgba(128,128,128,.35);white-space:nowrap;background:none}
 .omni-audit td.wide{white-space:normal;min-width:16em}
 .omni-audit tr.bad td:first-child{border-left:4px solid #D55E00}
@@ -71,7 +71,9 @@ def fragment(result: AuditResult, *, whole: bool = False) -> str:
 def _head(result: AuditResult) -> str:
     mark, colour = _MARKS[result.record.verdict]
     badge = f'<span class="badge" style="background:{colour}">{mark} {result.verdict}</span>'
-    return f'<h1 class="{result.verdict.lower()}">{badge}Audit · {escape(_subject(result))}</h1>'
+    answer = trainer_line(result.record)
+    said = "" if answer is None else f"<p><strong>{escape(answer)}</strong></p>"
+    return f'<h1 class="{result.verdict.lower()}">{badge}Audit · {escape(_subject(result))}</h1>{said}'
 
 
 def _subject(result: AuditResult) -> str:
@@ -120,7 +122,7 @@ _PROCESS_COLUMNS = (
     "before",
     "asleep",
     "awake again",
-    "left / freed",
+    "gone / freed",
     "came back / mapped",
     "tolerance",
     "seen by",
@@ -130,7 +132,7 @@ _PROCESS_COLUMNS = (
 def _processes(result: AuditResult) -> str:
     rows = [(_process_cells(cycle, line), line.source is None) for cycle in result.cycles for line in cycle.processes]
     return _section(
-        "Processes: what left and came back as seen from outside / what their ACKs say", _PROCESS_COLUMNS, rows
+        "Processes: what was gone and came back, as seen from outside / what their ACKs say", _PROCESS_COLUMNS, rows
     )
 
 
@@ -227,7 +229,7 @@ def _outputs(result: AuditResult) -> str:
         for name, files in result.pictures.items()
         for png in files
     )
-    rows = [(_output_cells("golden", golden), False)]
+    rows = [(_output_cells("before the sleep", golden), False)]
     rows += [(_output_cells(str(c.number), c.output), False) for c in result.cycles if c.output is not None]
     columns = ("cycle", "tokens", "images", "largest difference", "SHA-256 of the pixels", "others ran", "took")
     table = _section("Outputs (source: output)", columns, rows)
@@ -285,7 +287,7 @@ def _asked(result: AuditResult) -> str:
     facts = [
         f"model {record.model}, omni-notebook {record.version}",
         f"begun {record.started}, took {record.elapsed_s:.1f} s",
-        f"level {record.level}, {record.cycles_asked} cycle(s), sampling {record.sampling_params}",
+        f"level {record.level}, {units.count(record.cycles_asked, 'cycle')}, sampling {record.sampling_params}",
         *stages,
     ]
     return f"<h2>What was asked</h2>{_list((fact, None) for fact in facts)}"

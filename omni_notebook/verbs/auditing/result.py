@@ -14,7 +14,7 @@ from omni_notebook import units
 from omni_notebook.engine.ledger_file import ledger_path, refuse_ledger
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.verbs.auditing.record import Verdict
-from omni_notebook.verbs.auditing.summary import not_judged, summary
+from omni_notebook.verbs.auditing.summary import not_judged, summary, trainer_line
 
 if TYPE_CHECKING:
     import os
@@ -29,7 +29,7 @@ class AuditResult:
 
     Attributes:
         record: everything that was measured, as plain data.
-        pictures: `{"golden": [...], "after the wake": [...]}`, PNG files as bytes.
+        pictures: `{"before the sleep": [...], "after the wake": [...]}`, PNG files as bytes.
     """
 
     def __init__(self, record: Record, pictures: dict[str, list[bytes]] | None = None) -> None:
@@ -66,15 +66,21 @@ class AuditResult:
         ]
 
     def __repr__(self) -> str:
-        """The verdict, its reasons, and what was seen."""
+        """Whether a trainer may start, if that was asked, the verdict, its reasons, and what was seen."""
         seen = [] if self.record.verdict is Verdict.PASS else ["seen:", *(f"  {line}" for line in summary(self.record))]
-        return "\n".join([self.headline(), *(f"  {reason}" for reason in self.reasons), *seen])
+        return "\n".join([*self.first_lines(), *(f"  {reason}" for reason in self.reasons), *seen])
+
+    def first_lines(self) -> list[str]:
+        """Whether a trainer may take what --probe asked for, and the headline; of a FAIL the headline comes first."""
+        answer = trainer_line(self.record)
+        said = [self.headline()] if answer is None else [answer, self.headline()]
+        return said if self.ok else said[::-1]
 
     def headline(self) -> str:
         """`audit PASS · level 2 · 10 of 10 cycles · stage 0 (thinker), stage 1 (painter) · 3.2 s`."""
         record = self.record
         stages = ", ".join(f"stage {stage.stage_id} ({stage.name})" for stage in record.stages)
-        cycles = f"{len(record.cycles)} of {record.cycles_asked} cycle{'s' if record.cycles_asked > 1 else ''}"
+        cycles = f"{len(record.cycles)} of {units.count(record.cycles_asked, 'cycle')}"
         return f"audit {self.verdict} · level {record.level} · {cycles} · {stages} · {record.elapsed_s:.1f} s"
 
     # --------------------------------------------------------------------------------- exports

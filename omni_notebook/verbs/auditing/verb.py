@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from omni_notebook.engine.ledger_file import ledger_path, refuse_ledger
 from omni_notebook.errors import ArgumentError, OmniError
 from omni_notebook.paths import expanded
+from omni_notebook.protocol import sampling_params_from
 from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.calls import in_front
 from omni_notebook.verbs.auditing.judging import GROWTH_CYCLES
 from omni_notebook.verbs.auditing.plan import PROMPT, SEED, plan_from
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
-from omni_notebook.verbs.jobs import Work, add_background
+from omni_notebook.verbs.jobs import Work, add_background, written
 from omni_notebook.verbs.parsing import VerbParser, add_out, add_stages, size
 from omni_notebook.verbs.registry import verb
 from omni_notebook.verbs.waits import Background, in_thread
@@ -35,8 +36,9 @@ class Audit:
 
     Generates twice from the prompt, then sleeps, looks at the ranks' processes from another process, wakes and
     generates again; each --cycles once more. The engine must be idle, the stages awake. --probe takes that much memory
-    while they sleep, as a trainer would, and gives it back. Level 2 never gives up weights that can not be had again.
-    Example: %omni audit 0 1 --level 2 --prompt "a red star" --cycles 10 --html audit.html
+    while they sleep, as a trainer would, and gives it back: the first line then says whether a trainer may take it.
+    Afterwards the stages are awake again. Level 2 never gives up weights that can not be had again.
+    Example: %omni audit 0 1 --level 2 --prompt "a red star" --probe 256MiB --html audit.html
     """
 
     name = "audit"
@@ -61,7 +63,7 @@ class Audit:
         """The result; it is kept before an interrupt that came too late is raised. With --bg a job that comes to it."""
         plan, files = _plan(session, args), _files(args)
         if args.bg:
-            job = _in_background(session, plan, files)
+            job = _in_background(session, plan, files, written(self.name, args))
             session.store(args.out, job)
             return job
         try:
@@ -71,13 +73,15 @@ class Audit:
                 session.store(args.out, interrupt.result)
             raise
         session.store(args.out, result)
-        write(result, files)
+        paths = write(result, files)
+        session.frontend.write("".join(f"{line}\n" for line in (*result.first_lines(), *map(_written, paths))))
         return result
 
 
-def _in_background(session: Session, plan: Plan, files: dict[str, Path]) -> Job[AuditResult]:
+def _in_background(session: Session, plan: Plan, files: dict[str, Path], line: str) -> Job[AuditResult]:
     engine, wait = session.engine, Background()
     plan.stages(engine.status())  # a refusal is this line's, not the job's
+    sampling_params_from(plan.params)
 
     def work() -> AuditResult:
         result = Auditor(engine, plan, wait).run()
@@ -86,7 +90,7 @@ def _in_background(session: Session, plan: Plan, files: dict[str, Path]) -> Job[
 
     with interrupts_held():
         future = in_thread(work, "omni-audit")
-        line = f"audit --level {plan.level} --cycles {plan.cycles}"
+        session.frontend.write("".join(f"at its end: {path.absolute()}\n" for path in files.values()))
         return session.jobs.start(Work(line, future, stop=wait.stop.set, gauge=wait.progress))
 
 
@@ -119,8 +123,12 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-def write(result: AuditResult, files: dict[str, Path]) -> None:
-    """Write the report's files, all that can be.
+def _written(path: Path) -> str:
+    return f"written: {path}"
+
+
+def write(result: AuditResult, files: dict[str, Path]) -> list[Path]:
+    """Write the report's files, all that can be; where they are.
 
     Raises:
         OmniError: one could not be written; the verdict and its reasons are in the message.
@@ -135,3 +143,4 @@ def write(result: AuditResult, files: dict[str, Path]) -> None:
         reasons = "; ".join(result.reasons)
         msg = f"the audit ended with {result.verdict}, but {'; '.join(failed)}. Why {result.verdict}: {reasons}"
         raise OmniError(msg)
+    return [path.absolute() for path in files.values()]

@@ -79,7 +79,9 @@ class Lease:
         if self.sleep_ms is not None:
             parts.append(f"asleep in {units.milliseconds(self.sleep_ms)}")
         if self.peak is not None:
-            parts.append(f"the code's own peak {units.size(self.peak.own_bytes)} ({self.peak.how})")
+            over = self.peak.own_bytes - self.freed_bytes
+            more = f", {units.size(over)} MORE than was borrowed" if over > 0 else ""
+            parts.append(f"the code's own peak {units.size(self.peak.own_bytes)} ({self.peak.how}){more}")
         if self.wake_ms is not None:
             parts.append(f"awake again in {units.milliseconds(self.wake_ms)}")
         return " · ".join(parts)

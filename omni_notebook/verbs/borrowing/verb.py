@@ -23,9 +23,11 @@ class Borrow:
     """Run the cell while stages sleep: their memory is yours; they wake after it, whatever it raised.
 
     Requests that are there are held until the wake (--mode wait or abort: as in sleep). A stage that was asleep stays
-    so, one that was paused stays paused. Says what was freed, the cell's own peak, and the latency both ways; an error
-    of the cell shows after the wake, its local variables are let go before it. Where the wake lacks room it says who
-    holds the memory, and the stages stay asleep. In Python: with omni.borrowed([0]): or async with.
+    so, one that was paused stays paused. Says what was freed, the cell's own peak (and what of it was more than was
+    borrowed), and the latency both ways; an error of the cell shows after the wake, its local variables are let go
+    before it. Names that the cell assigns stay, and what they hold with them: del what you do not keep. Where the wake
+    lacks room it says who holds the memory, and the stages stay asleep. A cell that awaits is refused: async with
+    omni.borrowed([0]): in a plain cell takes it. In Python: import omni_notebook as omni, with omni.borrowed([0]):.
     Example: %%omni borrow 0 1 --level 1
     """
 

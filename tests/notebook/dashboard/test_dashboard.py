@@ -73,11 +73,11 @@ def test_a_press_sleeps_and_wakes_a_stage_and_the_card_tells(real, until):
     assert not button(dashboard, 0, Press.SLEEP_2).disabled
     assert button(dashboard, 0, Press.WAKE).disabled
     click(dashboard, 0, Press.SLEEP_2)
-    until(lambda: "ASLEEP (level 2)" in card(dashboard, 0)[0] and "✓ Sleep 2: 1 rank freed" in card(dashboard, 0)[1])
+    until(lambda: "ASLEEP (level 2)" in card(dashboard, 0)[0] and "✓ Sleep L2: 1 rank freed" in card(dashboard, 0)[1])
     assert real.status().stages[0].state == MemoryState.ASLEEP
     assert button(dashboard, 0, Press.SLEEP_1).disabled
     assert "its weights are gone" in button(dashboard, 0, Press.SLEEP_1).tooltip
-    until(lambda: "sleep 2 −" in dashboard.frame.chart)
+    until(lambda: "sleep L2 −" in dashboard.frame.chart)
     assert "✓ freed" in words(dashboard.frame.log)
     click(dashboard, 0, Press.WAKE)
     until(lambda: "✓ Wake: 1 rank mapped" in card(dashboard, 0)[1])
@@ -128,15 +128,21 @@ def test_a_worker_that_dies_is_shown_and_restart_brings_it_back(shell, until):
         assert "✗ worker dead" in words(dashboard._pieces._chart.value)
         click(dashboard, 0, Press.RESTART)
         until(lambda: "AWAKE" in card(dashboard, 0)[0] and "✓ Restart" in card(dashboard, 0)[1], 30)
+        assert re.search(r"✓ Restart: new workers, \d+\.\d MiB loaded in [\d.]+ m?s", card(dashboard, 0)[1])
         assert "worker dead" not in words(dashboard._pieces._chart.value)
         dashboard.close()
 
 
 def test_an_engine_that_stops_is_shown_and_let_go(real, until):
     dashboard = omni.dashboard(real)
+    click(dashboard, 0, Press.SLEEP_1)
+    until(lambda: "✓ Sleep L1" in card(dashboard, 0)[1])
     real.shutdown()
     until(lambda: dashboard.frame.last)
     assert "shut down" in words(dashboard._pieces._head.value)
+    assert "Sleep L1" not in card(dashboard, 0)[1], "what became of a press of an engine that has ended"
+    assert dashboard.frame.view.window.values[:, -1].tolist() == [0.0] * len(dashboard.frame.view.window.keys)
+    assert "worker dead" not in words(dashboard._pieces._chart.value)
     assert "STOPPED" in card(dashboard, 0)[0]
     assert all(button(dashboard, 0, press).disabled for press in Press)
     until(lambda: dashboard.sampler.engine is None)
@@ -239,7 +245,7 @@ def test_the_table_is_made_only_while_someone_looks(engine, shown, until):
 def test_a_busy_stages_error_is_one_line_in_verbs(engine, shown, until):
     engine.error = busy_error()
     click(shown, 0, Press.SLEEP_1)
-    until(lambda: "✗ Sleep 1" in card(shown, 0)[1])
+    until(lambda: "✗ Sleep L1" in card(shown, 0)[1])
     assert "stage 0 is busy: call %omni sleep 0 --mode keep (or wait, abort)" in card(shown, 0)[1]
     assert engine.calls == [("sleep", [0], 1, "keep", False)]
 

@@ -73,7 +73,7 @@ def test_no_ranks_and_no_stages_say_so_and_are_not_blank():
     frame = Samples().sample(status()).frame()
     assert "no ranks" in frame.chart
     assert frame.cards == ()
-    assert "no rank has answered" in frame.reclaimed
+    assert "no rank has slept" in frame.reclaimed
     assert "none since this opened" in frame.log
     assert "no ranks" in still.picture(frame)
     figure = still.figure(frame)
@@ -86,7 +86,7 @@ def test_up_to_sixteen_ranks_each_has_a_panel_with_a_name_for_those_who_do_not_s
     names = re.findall(r'<svg role="img" aria-label="([^"]*)"', chart)
     assert len(names) == n
     assert names[0] == (
-        "0 thinker · rank 0: memory of the last 30 s; now 0 B resident of 1.52 GiB mapped; sleep 2 −1.52 GiB 10 s ago"
+        "0 thinker · rank 0: memory of the last 30 s; now 0 B resident of 1.52 GiB mapped; sleep L2 −1.52 GiB 10 s ago"
     )
     assert names[-1].startswith(f"1 painter · rank {n // 2 - 1}: memory of the last 30 s; now 1.52 GiB resident")
 
@@ -192,8 +192,8 @@ def test_sleeps_and_wakes_are_marked_with_what_they_moved_on_the_ranks_that_answ
     samples.order([ack(1, 0, freed_bytes=0, noop=True)], "sleep", "n")
     marks = [[(mark.label, mark.ok) for mark in panel.marks] for panel in chart_of(samples).panels]
     assert marks == [
-        [("wake +1.52 GiB", True), ("sleep 2 −1.52 GiB", True)],
-        [("wake ERROR", False), ("sleep 2 −1.52 GiB", True)],
+        [("wake +1.52 GiB", True), ("sleep L2 −1.52 GiB", True)],
+        [("wake ERROR", False), ("sleep L2 −1.52 GiB", True)],
         [],
         [],
     ]
@@ -205,7 +205,7 @@ def test_words_of_marks_never_overlap_and_every_mark_keeps_its_line():
         samples.sample(two_stages(2), 2)
         samples.order([ack(0, 0, freed_bytes=1556 * MIB)], task_id=f"t{number}")
     drawn = svg.panel_svg(chart_of(samples).panels[0], 15.0)
-    assert drawn.count("<title>sleep 2") == 12
+    assert drawn.count("<title>sleep L2") == 12
     words = re.findall(r'<text x="([\d.-]+)" y="(\d+)" font-size="10">(sleep[^<]*)<', drawn)
     assert 2 <= len(words) < 12
     for y in {y for _, y, _ in words}:
@@ -250,7 +250,7 @@ def test_the_log_shows_answers_in_full_and_errors_where_they_are():
     text = re.sub(r"<[^>]*>", "|", log)
     assert "✗ OUT_OF_MEMORY: host RAM would not suffice" in text
     assert "✗ FAILED: WorkerDiedError: gone" in text
-    assert "✓ freed 1.52 GiB · 30.0 MiB left in its process" in text
+    assert "✓ freed 1.52 GiB · 30.0 MiB still held by its process" in text
     assert text.index("FAILED") < text.index("OUT_OF_MEMORY") < text.index("✓ freed")
     assert log.count('class="omni-wrong"') == 2
 
@@ -263,6 +263,31 @@ def test_an_order_of_many_ranks_is_one_line_and_the_errors_one_by_one():
     assert "and 12 more with ERROR" in log
 
 
+def test_the_last_sleeps_figures_stay_after_the_wake_and_say_so():
+    samples = slept(4)
+    before = re.sub(r"<[^>]*>", "|", samples.frame().reclaimed)
+    assert "Last sleep of each rank: freed, still held" in before
+    assert before.count("1.52 GiB · 30.0 MiB still held|") == 2
+    samples.order([ack(0, 0, freed_bytes=0, mapped_bytes=1556 * MIB, state="WARM")], order="wake", task_id="w")
+    after = re.sub(r"<[^>]*>", "|", samples.frame().reclaimed)
+    assert after.count("1.52 GiB · 30.0 MiB still held · since woken|") == 1
+    assert after.count("1.52 GiB · 30.0 MiB still held|") == 1
+
+
+def test_a_restart_is_marked_in_the_chart():
+    samples = slept(2)
+    samples.log.take(StateEvent(1.0, 1, MemoryState.WAKING, None, PauseState.OPEN, "restart"), samples.at_s - 1.0)
+    marks = [[(mark.label, mark.order) for mark in panel.marks] for panel in chart_of(samples).panels]
+    assert ("restart", "restart") in marks[1]
+    assert all(order != "restart" for _, order in marks[0])
+    assert "; restart" in samples.frame().chart
+
+
+def test_the_saved_picture_says_of_when_it_is_and_that_the_board_is_not_live():
+    page = still.as_html(slept(2).frame())
+    assert re.search(r"last picture, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+; run the cell for the live board", page)
+
+
 def test_reclaimed_bars_of_many_ranks_are_grouped_and_lose_no_byte():
     answers = [ack(n % 2, n, freed_bytes=(n + 1) * MIB, pid=n, residual_bytes=GIB) for n in range(300)]
     bars = parts.grouped_bars(answers)
@@ -270,6 +295,15 @@ def test_reclaimed_bars_of_many_ranks_are_grouped_and_lose_no_byte():
     freed = sum(s.n_bytes for bar in bars for s in bar.segments if s.look is charts.FREED)
     held = sum(s.n_bytes for bar in bars for s in bar.segments if s.look is charts.RESIDUAL)
     assert (freed, held) == (sum(range(1, 301)) * MIB, 300 * GIB)
+
+
+def test_a_stage_that_is_paused_has_another_dot_and_says_what_becomes_of_a_new_request():
+    held = parts.card(stage(pause_state=PauseState.PAUSED, pause_mode="keep"))
+    assert f"color:{charts.ORANGE}" in held
+    assert "%omni generate refuses at once; engine.generate() waits up to 60 s (admission_timeout)" in held
+    assert f"color:{charts.GREEN}" in parts.card(stage())
+    for other in (parts.card(stage()), parts.card(stage(pause_state=PauseState.PAUSED), closed=True)):
+        assert "admission_timeout" not in other
 
 
 def test_host_copies_stand_beside_device_memory():
@@ -332,7 +366,7 @@ def test_nothing_that_anyone_names_becomes_markup():
         assert (tags.names - allowed, tags.wrong) == (set(), [])
         assert not any(name.startswith("on") for name in tags.attributes)
     tags = Tags(still.as_html(frame))
-    assert tags.names - allowed == {"img"}
+    assert tags.names - allowed == {"img", "em"}
     assert len(tags.attributes["src"]) == 1
     assert tags.attributes["src"][0].startswith("data:image/svg+xml;base64,")
     assert "onerror" not in tags.attributes

@@ -61,7 +61,7 @@ def test_every_rank_has_a_panel_with_its_unit_and_the_legend_is_outside():
 
 def test_freed_bytes_stand_where_the_stage_slept():
     figure = drawn(2)
-    assert [[note.get_text() for note in axes.texts] for axes in figure.axes] == [["sleep 2 −1.52 GiB"], []]
+    assert [[note.get_text() for note in axes.texts] for axes in figure.axes] == [["sleep L2 −1.52 GiB"], []]
 
 
 def test_many_ranks_are_a_panel_a_stage_and_a_strip_whose_rows_are_named():

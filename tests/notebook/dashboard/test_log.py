@@ -22,7 +22,7 @@ def test_the_ranks_of_one_order_are_one_entry():
         log.take(answered("a", rank=rank), 1.0 + rank)
     log.take(answered("b", order="wake", state="WARM", level=None, freed_bytes=0), 9.0)
     assert [(entry.title, len(entry.acks), entry.at_s) for entry in log.orders] == [
-        ("sleep 2", 3, 1.0),
+        ("sleep L2", 3, 1.0),
         ("wake", 1, 9.0),
     ]
 
@@ -41,6 +41,40 @@ def test_an_order_that_had_nothing_to_do_does_not_hide_what_a_rank_gave_back():
     log.take(answered("b", freed_bytes=0, noop=True), 1.0)
     assert [one.task_id for one in log.last_acks] == ["a"]
     assert len(log.orders) == 2
+
+
+def test_the_last_sleep_stands_after_the_wake_and_says_what_came_since():
+    log = Log()
+    slept = answered("a"), answered("a", rank=1), answered("a", stage_id=1)
+    for event in (*slept, answered("b", order="wake", state="WARM", level=None, freed_bytes=0)):
+        log.take(event, 0.0)
+    assert [(one.stage_id, one.rank, log.since(one)) for one in log.last_sleeps] == [
+        (0, 0, "since woken"),
+        (0, 1, ""),
+        (1, 0, ""),
+    ]
+    log.take(state(MemoryState.WAKING, reason="restart"), 1.0)
+    assert [log.since(one) for one in log.last_sleeps] == ["since restarted", "since restarted", ""]
+    log.take(answered("c", freed_bytes=7), 2.0)
+    assert next((one.freed_bytes, log.since(one)) for one in log.last_sleeps) == (7, "")
+
+
+def test_what_a_process_holds_is_that_of_its_latest_sleep():
+    log = Log()
+    log.take(answered("a", stage_id=1, residual_bytes=500), 0.0)
+    log.take(answered("b", residual_bytes=700), 1.0)
+    log.take(answered("b", rank=1, residual_bytes=650), 1.0)
+    log.take(answered("a", stage_id=2, pid=7, residual_bytes=40), 2.0)
+    held = [(one.stage_id, one.rank, one.metadata["residual_bytes"]) for one in log.last_sleeps]
+    assert held == [(0, 0, 700), (0, 1, 650), (1, 0, None), (2, 0, 40)]
+
+
+def test_a_wake_that_failed_and_a_copy_that_was_dropped_leave_the_figures_of_the_sleep():
+    log = Log()
+    log.take(answered("a"), 0.0)
+    log.take(answered("b", freed_bytes=0, host_freed_bytes=5), 0.0)
+    log.take(answered("c", order="wake", freed_bytes=0, error_msg="no room"), 0.0)
+    assert [(one.task_id, log.since(one)) for one in log.last_sleeps] == [("a", "")]
 
 
 def test_the_log_is_bounded_in_orders_and_in_answers():

@@ -45,6 +45,20 @@ def test_what_is_on_in_each_pause_state(pause, mode, expected):
     assert enabled(stage(pause_state=pause, pause_mode=mode, **IDLE)) == expected
 
 
+def test_the_reason_of_a_button_that_is_off_names_its_stage_once_and_the_state_as_the_card_does():
+    one = stage(stage_id=1, name="painter", state=MemoryState.ASLEEP, level=2, **IDLE)
+    tooltip = next(button.tooltip for button in buttons(one) if button.press == S1)
+    assert tooltip.startswith("Stage 1 (painter), Sleep L1: it is ASLEEP (level 2): its weights are gone")
+    assert tooltip.endswith("call %omni wake 1 first")
+    assert "stage 1" not in tooltip
+
+
+def test_a_pause_says_what_becomes_of_a_new_request_before_and_after_it():
+    for one in (stage(**IDLE), stage(pause_state=PauseState.PAUSED, pause_mode=PauseMode.KEEP, **IDLE)):
+        tooltip = next(button.tooltip for button in buttons(one) if button.press == P)
+        assert "%omni generate refuses at once; engine.generate() waits up to 60 s (admission_timeout)" in tooltip
+
+
 def test_nothing_is_on_after_the_engine_was_shut_down():
     closed = buttons(stage(), closed=True)
     assert not any(button.enabled for button in closed)

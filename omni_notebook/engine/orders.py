@@ -248,9 +248,12 @@ class Orders:
 
 
 def refuse_busy(stage: Stage, order: str) -> None:
-    """Raise StageBusyError if the stage has requests and is not quiesced."""
+    """Raise StageBusyError if the stage has requests and is not quiesced.
+
+    A batch that nobody waits for any more is no request: the order waits until it has ended.
+    """
     in_transit = stage.in_transit()
-    if stage.quiesced or not (stage.running or stage.queued or in_transit or not stage.at_rest):
+    if stage.quiesced or not (stage.running or stage.queued or in_transit):
         return
     msg = (
         f"stage {stage.stage_id} is busy: {stage.running} running, {stage.queued} queued, {in_transit} in transit; "

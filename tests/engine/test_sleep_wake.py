@@ -228,6 +228,24 @@ def test_a_busy_stage_refuses_with_counts_and_keeps_serving(engine: AsyncOmni) -
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("order", ["sleep", "load_weights"])
+def test_an_order_after_an_abort_waits_for_the_batch_that_nobody_waits_for(engine: AsyncOmni, order: str) -> None:
+    async def run() -> None:
+        with slow(engine, 0, 1.0):
+            begun = asyncio.create_task(collect(engine, request_id="left", sampling_params={"seed": 1}))
+            await until(lambda: engine.status().stages[0].running)
+            await engine.abort("left")
+            await begun
+            if order == "sleep":
+                await engine.sleep([0])
+                await engine.wake_up([0])
+            else:
+                await engine.load_weights(0, engine.status().stages[0].model)
+        assert (await collect(engine, sampling_params={"num_inference_steps": 2}))[-1].images
+
+    asyncio.run(run())
+
+
 def test_a_request_on_its_way_makes_the_next_stage_busy(engine: AsyncOmni) -> None:
     async def run() -> None:
         await engine.pause_generation(mode="keep", stage_ids=[0])

@@ -219,6 +219,30 @@ def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni
     asyncio.run(scenario())
 
 
+async def _vllm(engine: AsyncOmni, method: str, *arguments: Any) -> Any:
+    executor: Any = engine._core.stages[0].replicas[0].executor
+    return await asyncio.wrap_future(engine.submit(executor.ask_host("ask_vllm", method, list(arguments))))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllm_says_it_sleeps_when_it_does_and_its_own_sleep_underneath_is_refused(two: AsyncOmni, level: int) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        assert await _vllm(two, "is_sleeping") is False
+        with pytest.raises(Exception, match="was called under stage 0"):
+            await _vllm(two, "sleep", level)
+        assert [str(stage.state) for stage in two.status().stages] == ["AWAKE"]
+        assert await tokens(two) == golden
+        assert any("was called under stage 0" in line for line in two.logs(0))
+        await two.sleep([0], level=level)
+        assert await _vllm(two, "is_sleeping") is True
+        await two.wake_up([0])
+        assert await tokens(two) == golden
+        assert await _vllm(two, "is_sleeping") is False
+
+    asyncio.run(scenario())
+
+
 def test_a_rank_that_can_not_back_up_leaves_all_awake(two: AsyncOmni) -> None:
     async def scenario() -> None:
         golden = await tokens(two)

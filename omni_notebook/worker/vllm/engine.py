@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -135,7 +136,7 @@ def engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
         arguments["logits_processors"] = [GRAMMAR]
     if not (Path(config.model) / "tokenizer_config.json").exists() and Path(config.model).is_dir():
         arguments["skip_tokenizer_init"] = True
-    arguments.update(config.engine_args)
+    arguments.update(copy.deepcopy(config.engine_args))  # vLLM writes into what it is given
     return arguments
 
 

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from omni_notebook.errors import UnsupportedError
 from omni_notebook.worker.faults import describe
 from omni_notebook.worker.vllm import engine, leftovers
 from omni_notebook.worker.vllm.wire import (
     LAST_WORDS,
+    UNASKED,
     Attach,
     FromRank,
     RankReply,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import RankStatus
     from omni_notebook.worker.reports import WorkerSpec
 
+ASKABLE = frozenset({"is_paused", "is_sleeping", "sleep", "wake_up"})
 _SOCKET = "ranks"
 _BUFFER_BYTES = 4 * 1024 * 1024
 _DATAGRAM_BYTES = 1024 * 1024
@@ -66,7 +69,7 @@ class VllmHost:
         self._outputs: list[TextOutput] = []
         self._waiting: asyncio.Future[None] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._asleep = False
+        self._frozen = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
 
@@ -175,15 +178,33 @@ class VllmHost:
         return list(asked.replies)
 
     def _heard(self, reply: RankReply) -> None:
+        if reply.number == UNASKED and reply.fault is not None:
+            sys.stderr.write(f"{reply.fault.message}\n")
+            self._loop.create_task(self._as_it_was())
+            return
         asked = self._asked.get(reply.number)
         if asked is not None:
             asked.take(reply)
 
+    async def _as_it_was(self) -> None:
+        """VLLM's own sleep has paused its scheduler before a rank refused it: let it go on, unless we stopped it."""
+        if not self._frozen:
+            await self._llm.resume_generation()
+
+    def ask_vllm(self, method: str, arguments: list[Any]) -> Future[Any]:
+        """Call one of `ASKABLE` on `AsyncLLM` itself.
+
+        Raises:
+            UnsupportedError: another method.
+        """
+        if method not in ASKABLE:
+            msg = f"AsyncLLM.{method} is not asked from outside; {', '.join(sorted(ASKABLE))} are"
+            raise UnsupportedError(msg)
+        return self._go(getattr(self._llm, method)(*arguments))
+
     async def _after(self, method: str) -> None:
-        """Let vLLM know what it must know of an order that all ranks have carried out."""
-        if method == "commit_sleep":
-            self._asleep = True
-        elif method in {"load_weights", "revoke_weights"}:
+        """What must not be used again once all ranks have carried an order out."""
+        if method in {"load_weights", "revoke_weights"}:
             await self._clear_caches()
 
     async def _clear_caches(self) -> None:
@@ -256,6 +277,7 @@ class VllmHost:
         return self._go(self._freeze())
 
     async def _freeze(self) -> list[TextOutput]:
+        self._frozen = True
         if self._tasks:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
         else:  # as above, without the wait for outputs that are on their way
@@ -267,7 +289,7 @@ class VllmHost:
         return self._go(self._thaw())
 
     async def _thaw(self) -> None:
-        self._asleep = False
+        self._frozen = False
         await self._llm.resume_generation()
 
     # ------------------------------------------------------------------------------------- end

@@ -30,7 +30,7 @@ from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport, LoRAReport
 from omni_notebook.worker.vllm.memory import adopt, keep, make_pool
 from omni_notebook.worker.vllm.runner import VllmRunner
-from omni_notebook.worker.vllm.wire import Attach, RankReply, RankSample, packed
+from omni_notebook.worker.vllm.wire import UNASKED, Attach, RankReply, RankSample, packed
 from omni_notebook.worker.weights import Weights
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class VllmRank:
     def __init__(self, worker: Any, attach: Attach) -> None:
         spec = attach.spec
         self._where = msgspec.structs.replace(spec.where, rank=worker.rank)
+        self._size = spec.config.tensor_parallel_size
         self._link = _Link(attach.address)
         self._pool = make_pool(worker, spec.config)
         self._runner = VllmRunner(worker)
@@ -64,9 +65,30 @@ class VllmRank:
         self._control = Control(
             Rank(pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks)
         )
+        for name in ("sleep", "wake_up"):
+            setattr(worker, name, self._refusal(name))
         self._source = None if attach.source is None else Path(attach.source)
         self._version = spec.version
         _tick(self.sample)
+
+    def _refusal(self, name: str) -> Callable[..., None]:
+        """What stands in the place of vLLM's own `sleep` and `wake_up`, which would move memory behind our books.
+
+        Only the last rank raises: vLLM reads ranks' answers in order, and leaves those behind an error unread.
+        """
+
+        def refuse(*_args: Any, **_known: Any) -> None:
+            stage = self._where.stage_id
+            msg = (
+                f"vLLM's own {name}() was called under stage {stage}, whose memory has other books; it was refused, "
+                f"nothing changed. Call sleep(stage_ids=[{stage}]) or wake_up(stage_ids=[{stage}]) of the engine"
+            )
+            error = UnsupportedError(msg)
+            self._link.send(RankReply(UNASKED, self._where.rank, b"", describe(error)))
+            if self._where.rank == self._size - 1:
+                raise error
+
+        return refuse
 
     def answer(self, number: int, method: str, arguments: bytes) -> None:
         """Carry out one order; the answer goes to the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -66,7 +67,8 @@ class VllmRunner:
         if between is not None:
             between()
         try:
-            self.worker.reload_weights(weights_path=str(folder))
+            with _without_adapters(self.worker, self.model):
+                self.worker.reload_weights(weights_path=str(folder))
         except (OSError, ValueError, KeyError) as error:
             msg = f"vLLM could not load {folder}: {error}"
             raise ConfigError(msg) from error
@@ -87,6 +89,29 @@ class VllmRunner:
         """Wait until the device has done all that was started."""
         if self.worker.device.type != "cpu":
             torch.accelerator.synchronize(self.worker.device)
+
+
+@contextlib.contextmanager
+def _without_adapters(worker: Any, model: nn.Module) -> Iterator[None]:
+    """The model without what vLLM wraps its layers in for adapters: checkpoints name the layers themselves."""
+    if worker.vllm_config.lora_config is None:
+        yield
+        return
+    from vllm.lora.layers import BaseLayerWithLoRA  # noqa: PLC0415  (where adapters are asked for)
+
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,10 @@ LAST_WORDS = "omni: "
 """What the line begins with in which a host says why it ends."""
 
 
+UNASKED = 0
+"""The number of a reply to no order: a rank refused what did not come from us."""
+
+
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the host takes it: `prompt` is text or token ids; `generated` were made before a restart."""
 

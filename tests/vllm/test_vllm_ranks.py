@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -182,6 +185,42 @@ def test_new_weights_from_a_folder_are_what_runs_and_what_a_level_2_wakes_to(
     asyncio.run(scenario())
 
 
+def test_a_restart_keeps_the_weights_that_were_loaded_last(two: AsyncOmni, llama: Path, other_llama: Path) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        await two.load_weights(0, str(other_llama), version="other")
+        changed = await tokens(two)
+        await two.restart(0)
+        assert two.status().stages[0].weight_version == "other"
+        assert await tokens(two) == changed != golden
+        await two.load_weights(0, str(llama))
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(two: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        victim = two.status().stages[0].ranks[1].pid
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            began_s = time.perf_counter()
+            with pytest.raises(SleepError) as caught:
+                await two.sleep([0], level=1, timeout=2)
+            assert time.perf_counter() - began_s < 20
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        assert [(ack.rank, ack.metadata["error_code"]) for ack in caught.value.acks] == [
+            (0, "DEADLINE"),
+            (1, "DEADLINE"),
+        ]
+        assert str(two.status().stages[0].state) == "AWAKE"
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())
+
+
 def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) -> None:
     from tests.vllm.models import random_llama
 
@@ -213,7 +252,11 @@ def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni
             await two.wake_up([0])
             assert await tokens(two, lora_request=request) == styled
             assert await tokens(two) == golden
+        await two.pin_lora(1)
+        assert [(lora.lora_name, lora.pinned) for lora in two.status().stages[0].loras] == [("style", True)]
+        assert await _vllm(two, "list_loras") == [1]
         await two.remove_lora(1)
+        assert await _vllm(two, "list_loras") == []
         assert await tokens(two) == golden
 
     asyncio.run(scenario())

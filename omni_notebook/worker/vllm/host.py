@@ -24,6 +24,7 @@ import msgspec
 
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.worker.faults import describe
+from omni_notebook.worker.methods import signature
 from omni_notebook.worker.vllm import engine, leftovers
 from omni_notebook.worker.vllm.wire import (
     LAST_WORDS,
@@ -38,13 +39,20 @@ from omni_notebook.worker.vllm.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
     from concurrent.futures import Future
 
     from omni_notebook.protocol import RankStatus
     from omni_notebook.worker.reports import WorkerSpec
 
-ASKABLE = frozenset({"is_paused", "is_sleeping", "sleep", "wake_up"})
+ASKABLE = frozenset({"is_paused", "is_sleeping", "list_loras", "sleep", "wake_up"})
+_ADAPTER_ORDERS: dict[str, Callable[[engine.Adapters, Any], Awaitable[None]]] = {
+    "prepare_lora": engine.Adapters.prepare,
+    "commit_lora": engine.Adapters.add,
+    "remove_lora": engine.Adapters.remove,
+    "pin_lora": engine.Adapters.pin,
+}
+"""What vLLM does itself before its ranks do their part of an order."""
 _SOCKET = "ranks"
 _BUFFER_BYTES = 4 * 1024 * 1024
 _DATAGRAM_BYTES = 1024 * 1024
@@ -62,6 +70,7 @@ class VllmHost:
         self._names: set[str] = set()
         self._sentinel = leftovers.Sentinel(self._folder)
         self._llm: Any = None
+        self._adapters = engine.Adapters(lambda: self._llm)
         self._number = 0
         self._asked: dict[int, _Asked] = {}
         self._statuses: dict[int, RankStatus] = {}
@@ -155,8 +164,9 @@ class VllmHost:
         return self._go(self._order(method, arguments, timeout_s))
 
     async def _order(self, method: str, arguments: bytes, timeout_s: float | None) -> list[bytes | None]:
-        if method == "prepare_sleep":
-            await self._clear_caches()
+        if method in _ADAPTER_ORDERS:
+            (what,) = msgspec.msgpack.decode(arguments, type=signature(method).args)
+            await _ADAPTER_ORDERS[method](self._adapters, what)
         replies = await self._ask(method, arguments, timeout_s)
         if all(reply is not None and reply.fault is None for reply in replies):
             await self._after(method)
@@ -200,11 +210,16 @@ class VllmHost:
         if method not in ASKABLE:
             msg = f"AsyncLLM.{method} is not asked from outside; {', '.join(sorted(ASKABLE))} are"
             raise UnsupportedError(msg)
-        return self._go(getattr(self._llm, method)(*arguments))
+        return self._go(self._plain(getattr(self._llm, method)(*arguments)))
+
+    @staticmethod
+    async def _plain(work: Coroutine[Any, Any, Any]) -> Any:
+        answer = await work
+        return sorted(answer) if isinstance(answer, set) else answer
 
     async def _after(self, method: str) -> None:
-        """What must not be used again once all ranks have carried an order out."""
-        if method in {"load_weights", "revoke_weights"}:
+        """What was computed with memory that goes, or with other weights, must not be used again."""
+        if method in {"prepare_sleep", "load_weights", "revoke_weights"}:
             await self._clear_caches()
 
     async def _clear_caches(self) -> None:

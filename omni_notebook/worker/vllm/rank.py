@@ -69,6 +69,7 @@ class VllmRank:
             setattr(worker, name, self._refusal(name))
         self._source = None if attach.source is None else Path(attach.source)
         self._version = spec.version
+        self._other = None if spec.source in {None, spec.config.model} else Path(str(spec.source))
         _tick(self.sample)
 
     def _refusal(self, name: str) -> Callable[..., None]:
@@ -128,12 +129,17 @@ class VllmRank:
     # ---------------------------------------------------------------------------------- orders
 
     def load(self) -> LoadReport:
-        """Move what vLLM has loaded into the pool, name the weights, begin the background backup."""
+        """Take over what vLLM has loaded, name the weights, begin the background backup.
+
+        Where the stage had other weights before it was restarted, they are loaded over vLLM's.
+        """
         adopt(self._runner.worker, self._runner.modules(), self._pool)
         self._ballast.allocate()
         self._ballast.fill()
         keep(self._pool, self._runner.kept_tensors())
         self._weights.adopt(self._source, self._version)
+        if self._other is not None:
+            self._weights.load(self._other, self._version)
         self._backed_up()
         return LoadReport(
             pid=os.getpid(),

@@ -507,7 +507,7 @@ def test_a_sleeping_stage_refuses_every_change_and_listing_works(engine: AsyncOm
         await engine.add_lora(make(1))
         await engine.sleep([0])
         for call in (engine.add_lora(make(2)), engine.remove_lora(1), engine.pin_lora(1)):
-            with pytest.raises(AsleepError, match=r"ASLEEP\(1\).*wake_up"):
+            with pytest.raises(AsleepError, match=r"ASLEEP \(level 1\).*wake_up"):
                 await call
         assert await engine.list_loras() == [1]
         assert await engine.add_lora(make(5, 1))  # stage 1 is awake

@@ -72,11 +72,15 @@ class Driver(Protocol):
         ...
 
     def copy(self, to: int, source: int, n_bytes: int) -> None:
-        """Copy between any two addresses, host or device; done when it returns."""
+        """Begin to copy between any two addresses, host or device; `finish` waits for it."""
         ...
 
     def zero(self, address: int, n_bytes: int) -> None:
-        """Begin to fill device memory with zeroes; `enter` waits for it."""
+        """Begin to fill device memory with zeroes, beside copies; `finish` waits for it."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for all copies and fills that were begun."""
         ...
 
     def pin(self, address: int, n_bytes: int) -> bool:

@@ -90,6 +90,7 @@ class DeviceCore:
     def begin(self, step: str) -> None:
         """What every transition begins with: an open pool, true books, a device at rest."""
         self.check_open(step)
+        self._noted = None
         self.driver.enter()
         self.refresh()
 

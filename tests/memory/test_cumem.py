@@ -603,6 +603,22 @@ def test_freeing_while_asleep_on_a_full_device_does_not_spoil_the_next_wake(rig)
     assert rig.gpu.pool_bytes == 10 * MIB
 
 
+def test_a_free_while_its_copy_is_on_the_way_waits_for_the_copy(rig):
+    before = rig.copies()
+    asked = itertools.count()
+
+    def cancelled():
+        if next(asked) == 2:
+            rig.machine.free(rig.model.big)  # the first segment, whose copy was begun
+        return False
+
+    rig.pool.prepare_sleep(1, cancelled=cancelled)
+    rig.pool.commit_sleep()
+    wake(rig.pool)
+    assert all_equal(rig.copies()[1:], before[1:])
+    assert rig.pool.tags()["weights"].span_bytes == 6 * MIB
+
+
 def test_freeing_while_awake_is_vllms_alone(rig):
     rig.machine.free(rig.model.scale)
     assert rig.cumem.printed == []

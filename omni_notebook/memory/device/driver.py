@@ -79,8 +79,12 @@ class Driver(Protocol):
         """Begin to fill device memory with zeroes, beside copies; `finish` waits for it."""
         ...
 
+    def wait(self) -> None:
+        """Wait for all copies and fills that were begun; any thread."""
+        ...
+
     def finish(self) -> None:
-        """Wait for all copies and fills that were begun."""
+        """`wait`, by the thread that began them: until it begins others there is nothing to wait for."""
         ...
 
     def pin(self, address: int, n_bytes: int) -> bool:

@@ -47,6 +47,7 @@ class VllmDriver:
         self.device_name = str(cuda.get_device_name(index))
         cuda.set_device(index)
         self._copying = self._filling = 0  # streams, made when first used
+        self._busy: set[int] = set()
         self._reserved: dict[tuple[int, ...], Reserved] = {}
         # vLLM is awake when this is made: a driver that calls nothing mapped can not be asked.
         self._tells = any(driver.is_mapped(address) is True for address in self.allocations())
@@ -128,17 +129,24 @@ class VllmDriver:
     def copy(self, to: int, source: int, n_bytes: int) -> None:
         """See `Driver.copy`."""
         self._copying = self._copying or self._driver.new_stream()
+        self._busy.add(self._copying)
         self._driver.copy(to, source, n_bytes, self._copying)
 
     def zero(self, address: int, n_bytes: int) -> None:
         """See `Driver.zero`."""
         self._filling = self._filling or self._driver.new_stream()
+        self._busy.add(self._filling)
         self._driver.zero(address, n_bytes, self._filling)
+
+    def wait(self) -> None:
+        """See `Driver.wait`."""
+        for stream in tuple(self._busy):
+            self._driver.wait(stream)
 
     def finish(self) -> None:
         """See `Driver.finish`."""
-        for stream in filter(None, (self._copying, self._filling)):
-            self._driver.wait(stream)
+        self.wait()
+        self._busy.clear()
 
     def pin(self, address: int, n_bytes: int) -> bool:
         """See `Driver.pin`."""

@@ -69,11 +69,13 @@ def _unmap(base: int, n_bytes: int, owner_pid: int) -> None:
 class Segment:
     """`used_bytes` of tensors in whole 2 MiB chunks (`span_bytes`), zeroed and physically there.
 
+    With `populate=False` pages come with the first touch, or when someone populates them.
+
     Raises:
         OutOfMemoryError: no address space or no memory; nothing is left behind.
     """
 
-    def __init__(self, used_bytes: int) -> None:
+    def __init__(self, used_bytes: int, *, populate: bool = True) -> None:
         self.used_bytes = round_up(used_bytes, ALIGN)
         self.span_bytes = round_up(max(self.used_bytes, 1), CHUNK)
         reserved = self.span_bytes + 3 * CHUNK
@@ -89,8 +91,9 @@ class Segment:
             libc.protect(self.address, self.span_bytes, libc.PROT_READ | libc.PROT_WRITE)
             libc.advise(self.address, self.span_bytes, libc.MADV_DONTFORK)
             self._advise_huge(libc.MADV_HUGEPAGE)
-            for chunk in self.chunks():
-                chunk.populate()
+            if populate:
+                for chunk in self.chunks():
+                    chunk.populate()
         except OSError as error:
             raise no_memory(self.span_bytes, error) from error
 

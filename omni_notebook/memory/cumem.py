@@ -40,7 +40,8 @@ class CumemPool:
     tag sleeps, touching its tensors on the device is an illegal access that ends the process's CUDA context; freeing
     them is legal. Segments that vLLM allocates in a tag that sleeps are not part of that sleep.
 
-    The copies of level 1 stay in page-locked host memory after the wake, for the next sleep: `host_backup_bytes`.
+    The copies of level 1 stay in page-locked host memory after the wake, for the next sleep, and over sleeps of level 2
+    while the host has plenty: `host_backup_bytes`.
 
     Args:
         driver: acts on the device.
@@ -186,7 +187,7 @@ class CumemPool:
         is all processes', and `other` is not told.
         """
         reserved, mapped = self._core.driver.reserved(), self._core.table.mapped_bytes()
-        total, scope = self._core.reading()
+        total, scope = self._core.last_reading()
         known = mapped + reserved.untagged_bytes + reserved.graphs_bytes
         parts = ResidualBytes(
             untagged=reserved.untagged_bytes,

@@ -30,6 +30,7 @@ class _Sleeping(msgspec.Struct, frozen=True, kw_only=True):
     started_s: float
     prepared: PrepareReport
     sync_ms: float
+    check_ms: float | None
     unrecoverable: str | None
 
 
@@ -58,12 +59,15 @@ class SleepOrders:
         prepared = self._rank.pool.prepare_sleep(
             task.level, task.tags, cancelled=lambda: task.task_id in self._rank.cancelled
         )
-        why = self._why_unrecoverable(prepared) if task.level == 2 and self._rank.weights.valid else None
+        why, check_ms = None, None
+        if task.level == 2 and self._rank.weights.valid:
+            checking_s = time.perf_counter()
+            why, check_ms = self._why_unrecoverable(prepared), ms_since(checking_s)
         if why is not None and not task.discard:
             self._rank.pool.abort_sleep()
             raise UnrecoverableError(_refusal(why))
         self._sleeping = _Sleeping(
-            task=task, started_s=started_s, prepared=prepared, sync_ms=sync_ms, unrecoverable=why
+            task=task, started_s=started_s, prepared=prepared, sync_ms=sync_ms, check_ms=check_ms, unrecoverable=why
         )
 
     def _why_unrecoverable(self, prepared: PrepareReport) -> str | None:
@@ -106,6 +110,7 @@ class SleepOrders:
                 checksum=plan.prepared.checksum_ms,
                 copy=plan.prepared.copy_ms,
                 unmap=unmapped.unmap_ms,
+                verify=plan.check_ms,
             ),
         )
 

@@ -102,7 +102,9 @@ def test_both_levels_give_back_what_nvml_sees_leave_and_bring_back_what_they_mus
         assert again["reload"] == []
     assert second["host_bytes"] == first["host_bytes"] == awake["spans"]["weights"]
     assert abs(second["nvml"] - first["nvml"]) <= TOLERANCE
-    assert (third["modified"], third["host_bytes"]) == (False, 64 * 4 + 3 * 4)
+    assert third["modified"] is False
+    idle = awake["spans"]["weights"]  # locked memory of the copies before, on a host that has plenty
+    assert third["host_bytes"] == idle + 64 * 4 + 3 * 4
     assert turns[5]["reload"] == ["weights"]
     assert turns[5]["empty"]
     assert turns[5]["kept"]

@@ -171,9 +171,7 @@ class FakeCumem:
     def __post_init__(self) -> None:
         self.allocator = FakeAllocator(self.data_class)
         self.CuMemAllocator = SimpleNamespace(get_instance=lambda: self.allocator)
-        self.libcudart = SimpleNamespace(
-            cudaMemcpy=self._memcpy, cudaMemset=self._memset, lib=SimpleNamespace(cudaGetLastError=lambda: 0)
-        )
+        self.libcudart = SimpleNamespace(lib=SimpleNamespace(cudaGetLastError=lambda: 0))
         self.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
 
     def init_module(self, malloc, free):
@@ -241,23 +239,14 @@ class FakeCumem:
         self._check("free_address", lambda: self.gpu.free_address(address, handle[1]))
         del self.cells[handle[3]]
 
-    def _memcpy(self, to, source, n_bytes) -> None:
-        self._touch("memcpy", to, source)
-        ctypes.memmove(to, source, n_bytes)
-
-    def _memset(self, address, value, n_bytes) -> None:
-        self._touch("memset", address)
-        ctypes.memset(address, value, n_bytes)
-
-    def _touch(self, name: str, *ends: int) -> None:
+    def touch(self, name: str, *ends: int) -> int:
+        """The error of a call that reads or writes there."""
         self.calls[name] += 1
-        fails = self.faults.get(name, {}).get(self.calls[name])
+        fails = self.faults.get(name, {}).get(self.calls[name], 0)
         for end in ends:
             if self.gpu.base <= end < self.gpu.next_address and not self.gpu.is_mapped(end):
                 fails = INVALID
-        if fails:
-            msg = f"CUDART error: {TEXT[fails]}"
-            raise RuntimeError(msg)
+        return fails
 
 
 class FakeCuda:
@@ -269,6 +258,7 @@ class FakeCuda:
         self.pinned: dict[int, int] = {}
         self.pin_error = 0
         self.cached_bytes = 0
+        self.snapshots = 0
 
     def set_device(self, index):
         assert index == 0
@@ -290,7 +280,17 @@ class FakeCuda:
         self.cached_bytes = 0
 
     def memory_snapshot(self):
+        self.snapshots += 1
         return self.segments
+
+    def memory_stats_as_nested_dict(self, index):
+        assert index == 0
+        large = [one["total_size"] for one in self.segments if one["total_size"] > 2 * MIB]
+        small = [one["total_size"] for one in self.segments if one["total_size"] <= 2 * MIB]
+        return {
+            what: {"small_pool": {"current": of(small)}, "large_pool": {"current": of(large)}}
+            for what, of in (("reserved_bytes", sum), ("segment", len))
+        }
 
     def cudart(self):
         return SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
@@ -330,10 +330,40 @@ class FakeNvml:
 
 
 class FakeLibcuda:
-    """`memory.device.libcuda`."""
+    """`memory.device.libcuda`; what is begun on a stream happens when someone waits for that stream, not before."""
 
     def __init__(self, cumem: FakeCumem) -> None:
         self.cumem = cumem
+        self.streams: dict[int, list[Any]] = {}
+
+    def new_stream(self):
+        self.streams[len(self.streams) + 1] = []
+        return len(self.streams)
+
+    def copy(self, to, source, n_bytes, stream):
+        self._begin("cuMemcpyAsync", "memcpy", stream, (to, source), lambda: ctypes.memmove(to, source, n_bytes))
+
+    def zero(self, address, n_bytes, stream):
+        self._begin("cuMemsetD8Async", "memset", stream, (address,), lambda: ctypes.memset(address, 0, n_bytes))
+
+    def _begin(self, call, name, stream, ends, work):
+        error = self.cumem.touch(name, *ends)
+        if error:
+            msg = f"{call}: CUDA driver error {error}"
+            raise DeviceError(msg)
+        self.streams[stream].append((ends, work))
+
+    def wait(self, stream):
+        works, self.streams[stream] = self.streams[stream], []
+        gpu = self.cumem.gpu
+        for ends, work in works:
+            lost = [end for end in ends if gpu.base <= end < gpu.next_address and not gpu.is_mapped(end)]
+            assert not lost, "an unmap did not wait for a stream"
+            work()
+        error = self.cumem.touch("wait")
+        if error:
+            msg = f"cuStreamSynchronize: CUDA driver error {error}"
+            raise DeviceError(msg)
 
     def is_mapped(self, address):
         return self.cumem.gpu.is_mapped(address)

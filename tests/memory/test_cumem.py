@@ -142,6 +142,33 @@ def test_twenty_cycles_leave_no_byte_behind_on_the_device_or_the_host(rig):
     assert len(rig.machine.cuda.pinned) == 4
 
 
+def test_locked_host_memory_outlives_a_level_2_sleep_and_serves_the_next_level_1(rig):
+    before = rig.copies()
+    sleep(rig.pool)
+    wake(rig.pool)
+    pinned, kept = dict(rig.machine.cuda.pinned), 64 * 4 + 3 * 4
+    prepared, _ = sleep(rig.pool, 2)
+    assert prepared.backup["weights"] == "host"
+    assert prepared.host_backup_bytes == rig.pool.host_backup_bytes() == 12 * MIB + kept
+    _, restored = wake(rig.pool)
+    assert (restored.needs_reload, restored.copied_bytes) == (("weights",), kept)
+    assert not rig.model.big.any()
+    rig.fill()
+    sleep(rig.pool)
+    wake(rig.pool)
+    assert rig.machine.cuda.pinned == pinned
+    assert all_equal(rig.copies(), before)
+
+
+def test_locked_host_memory_goes_with_a_level_2_sleep_where_the_host_has_little_to_spare(rig):
+    sleep(rig.pool)
+    wake(rig.pool)
+    rig.machine.host_bytes = 4 * 12 * MIB - 1
+    prepared, _ = sleep(rig.pool, 2)
+    assert prepared.host_backup_bytes == rig.pool.host_backup_bytes() == 64 * 4 + 3 * 4
+    assert rig.machine.cuda.pinned == {}
+
+
 def test_memory_that_can_not_be_pinned_is_copied_all_the_same_and_called_pageable(rig):
     rig.machine.cuda.pin_error = 2
     before = rig.copies()
@@ -201,13 +228,52 @@ def test_an_aborted_sleep_leaves_memory_contents_and_host_as_before_it(rig, leve
 def test_a_sleep_that_can_not_copy_changes_nothing(rig):
     before = rig.copies()
     rig.cumem.fail("memcpy", 3)
-    with pytest.raises(DeviceError, match="refused to copy: CUDART error"):
+    with pytest.raises(DeviceError, match="cuMemcpyAsync: CUDA driver error 1"):
         rig.pool.prepare_sleep(1)
     assert rig.pool.host_backup_bytes() == 0
     assert all_equal(rig.copies(), before)
     sleep(rig.pool)
     wake(rig.pool)
     assert all_equal(rig.copies(), before)
+
+
+def test_copies_that_fail_after_they_were_begun_end_a_sleep_and_a_wake_that_change_nothing(rig):
+    before = rig.copies()
+    rig.cumem.fail("wait", 1)
+    with pytest.raises(DeviceError, match="cuStreamSynchronize"):
+        rig.pool.prepare_sleep(1)
+    assert (rig.pool.host_backup_bytes(), rig.machine.cuda.pinned) == (0, {})
+    sleep(rig.pool)
+    for step in (rig.pool.map_restore, rig.pool.map):
+        rig.cumem.fail("wait", 1)
+        with pytest.raises(DeviceError, match="cuStreamSynchronize"):
+            step()
+        assert rig.gpu.mappings == {}
+    wake(rig.pool)
+    assert all_equal(rig.copies(), before)
+
+
+def test_a_wake_in_one_pass_fills_while_it_maps_and_zeroes_only_what_has_no_copy(rig):
+    before = rig.copies()
+    sleep(rig.pool)
+    zeroed = rig.cumem.calls["memset"]
+    mapped, restored = rig.pool.map_restore()
+    assert (mapped.mapped_bytes, restored.copied_bytes, restored.needs_reload) == (16 * MIB, 12 * MIB, ())
+    assert rig.cumem.calls["memset"] == zeroed + 1
+    rig.pool.commit_wake()
+    assert all_equal(rig.copies(), before)
+    assert not rig.cache.kv.any()
+
+
+def test_a_wake_in_one_pass_of_a_level_2_sleep_zeroes_first_and_brings_kept_tensors_back_after(rig):
+    table, scale = rig.model.table.clone(), rig.model.scale.clone()
+    sleep(rig.pool, 2)
+    _, restored = rig.pool.map_restore()
+    rig.pool.commit_wake()
+    assert restored.needs_reload == ("weights",)
+    assert torch.equal(rig.model.table, table)
+    assert torch.equal(rig.model.scale, scale)
+    assert not rig.model.big.any()
 
 
 def test_a_cancelled_sleep_changes_nothing(rig):
@@ -403,10 +469,16 @@ def test_without_a_record_nothing_is_called_modified(rig):
     assert rig.pool.prepare_sleep(2).modified is None
 
 
+def sums_of(data):
+    summer = Summer(torch.device("cpu"))
+    rows = summer.add([data])
+    return summer.result().view(np.uint64)[rows]
+
+
 @pytest.mark.parametrize("n_bytes", [8, 24, 2 * MIB, 2 * MIB + 8, 37 * MIB + 16])
 def test_the_devices_sums_are_those_of_the_hosts_checksum(n_bytes):
     data = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
-    sums = Summer(torch.device("cpu")).sums([data]).numpy().view(np.uint64)
+    sums = sums_of(data)
     view = memoryview(data.numpy())
     expected = [sum_bytes(view[start : start + 2 * MIB]) for start in range(0, n_bytes, 2 * MIB)]
     assert [tuple(row.tolist()) for row in sums] == expected
@@ -418,8 +490,18 @@ def test_bytes_that_are_not_aligned_or_no_whole_words_are_summed_as_if_they_were
     moved = torch.zeros(offset + n_bytes, dtype=torch.uint8)
     moved[offset:] = data
     padded = torch.cat([data, torch.zeros(-n_bytes % 8, dtype=torch.uint8)])
+    assert (sums_of(moved[offset:]) == sums_of(padded)).all()
+
+
+def test_many_tensors_in_one_go_have_the_sums_that_each_has_alone():
+    generator = torch.Generator().manual_seed(1)
+    sizes = [5, 2 * MIB, 16, 2 * MIB + 9, *range(1, 20), 33 * MIB + 1]
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
     summer = Summer(torch.device("cpu"))
-    assert torch.equal(summer.sums([moved[offset:]]), summer.sums([padded]))
+    rows = [summer.add([tensor]) for tensor in tensors]
+    table = summer.result().view(np.uint64)
+    for tensor, several in zip(tensors, rows, strict=True):
+        assert (table[several] == sums_of(tensor)).all()
 
 
 def test_a_tensor_with_gaps_is_summed_without_them_in_pieces_of_whole_chunks():
@@ -519,6 +601,22 @@ def test_freeing_while_asleep_on_a_full_device_does_not_spoil_the_next_wake(rig)
     wake(rig.pool)
     assert all_equal(rig.copies()[1:], before[1:])
     assert rig.gpu.pool_bytes == 10 * MIB
+
+
+def test_a_free_while_its_copy_is_on_the_way_waits_for_the_copy(rig):
+    before = rig.copies()
+    asked = itertools.count()
+
+    def cancelled():
+        if next(asked) == 2:
+            rig.machine.free(rig.model.big)  # the first segment, whose copy was begun
+        return False
+
+    rig.pool.prepare_sleep(1, cancelled=cancelled)
+    rig.pool.commit_sleep()
+    wake(rig.pool)
+    assert all_equal(rig.copies()[1:], before[1:])
+    assert rig.pool.tags()["weights"].span_bytes == 6 * MIB
 
 
 def test_freeing_while_awake_is_vllms_alone(rig):
@@ -640,13 +738,16 @@ def test_what_the_process_holds_is_told_by_cause(rig):
         {"device": 0, "address": rig.model.big.data_ptr(), "total_size": 6 * MIB, "segment_pool_id": (0, 7)},
     ]
     held = rig.pool.held()
+    rig.pool.held()
+    assert rig.machine.cuda.snapshots == 1  # torch's totals are what they were
     assert (held.total_bytes, held.scope) == (CONTEXT_BYTES + 26 * MIB, "process")
     assert (held.parts.untagged, held.parts.graphs, held.parts.other) == (3 * MIB, 5 * MIB, CONTEXT_BYTES + 2 * MIB)
     sleep(rig.pool)
     assert rig.pool.held().total_bytes == CONTEXT_BYTES + 10 * MIB
     assert rig.pool.held().parts.other == CONTEXT_BYTES + 2 * MIB
     rig.cumem.allocator.allocator_and_pools = {"weights": [((type("Pool", (), {"id": pool})()), None)]}  # later vLLM
-    assert rig.pool.held().parts.graphs == 5 * MIB
+    rig.machine.cuda.segments[1]["total_size"] = 7 * MIB
+    assert rig.pool.held().parts.graphs == 7 * MIB
 
 
 def test_memory_can_be_read_while_another_thread_is_in_a_transition(rig):

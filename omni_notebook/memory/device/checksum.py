@@ -1,6 +1,6 @@
 """The checksum of `memory.checksum`, computed by torch where the bytes lie, on a device or the host.
 
-A tensor's value is one pair of sums for each 2 MiB of its bytes. Scratch memory: under 40 MiB.
+A tensor's value is one pair of sums for each 2 MiB of its bytes. Scratch memory: under 60 MiB.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from omni_notebook.memory.arena import CHUNK
@@ -16,50 +17,90 @@ from omni_notebook.memory.checksum import chunk_weights
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from numpy.typing import NDArray
+
 TensorSums = dict[str, bytes]
 """A name → the little-endian int64 sums (low, high) of each 2 MiB of the tensor's bytes."""
 
-_BATCH = 8 * CHUNK
+_ROWS = 16
+_GATHERED = 8
+_BATCH = _ROWS * CHUNK
+_PART = 8 * CHUNK
 _WORDS = CHUNK // 8
 _HIGH_HALF = 0xFFFFFFFF
 
 
 class Summer:
-    """Sums tensors of one device; holds the weights there while it lives."""
+    """Sums the bytes of tensors of one device: `add` them, then take the `result` of all in one copy.
+
+    Whole chunks are summed where they lie, 16 at a time; tensors' last parts are gathered and summed together, so that
+    many small tensors cost few kernels.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._weights = [torch.from_numpy(part.view("int64").copy()).to(device) for part in chunk_weights()]
+        self._products = torch.empty((_ROWS, _WORDS), dtype=torch.int64, device=device)
+        self._gathered = torch.empty((_GATHERED, CHUNK), dtype=torch.uint8, device=device)
+        self._waiting: list[int] = []
+        self._order: list[int] = []
+        self._lows: list[torch.Tensor] = []
+        self._highs: list[torch.Tensor] = []
+        self._n_rows = 0
 
-    def sums(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The sums of contiguous bytes (uint8), given in pieces; int64 of shape [n, 2] on their device.
+    def add(self, pieces: Iterable[torch.Tensor]) -> list[int]:
+        """Sum contiguous bytes (uint8), given in pieces; their rows of the result.
 
         Every piece but the last has a multiple of 2 MiB.
         """
-        parts = [self._rows(batch) for piece in pieces for batch in piece.split(_BATCH)]
-        return torch.cat(parts) if parts else self._weights[0].new_zeros((0, 2))
+        first = self._n_rows
+        for piece in pieces:
+            whole = piece.numel() // CHUNK * CHUNK
+            for batch in piece[:whole].split(_BATCH) if whole else ():
+                self._sum(_words(batch).view(-1, _WORDS), self._take(batch.numel() // CHUNK))
+            if whole < piece.numel():
+                self._gather(piece[whole:])
+        return list(range(first, self._n_rows))
 
-    def _rows(self, data: torch.Tensor) -> torch.Tensor:
-        whole = data[: data.numel() // CHUNK * CHUNK]
-        rest = data[whole.numel() :]
-        rows = [self._sum(_words(whole).view(-1, _WORDS))] if whole.numel() else []
-        return torch.cat([*rows, self._sum(_words(rest).view(1, -1))]) if rest.numel() else rows[0]
+    def _take(self, count: int) -> list[int]:
+        self._n_rows += count
+        return list(range(self._n_rows - count, self._n_rows))
 
-    def _sum(self, words: torch.Tensor) -> torch.Tensor:
-        low, high = (weights[: words.shape[1]] for weights in self._weights)
-        lows = (words * low).sum(1)
-        shifted = words >> 32
-        shifted &= _HIGH_HALF  # torch's shift keeps the sign
-        shifted *= high
-        return torch.stack([lows, shifted.sum(1)], 1)
+    def _gather(self, rest: torch.Tensor) -> None:
+        row = self._gathered[len(self._waiting)]
+        row[: rest.numel()] = rest
+        row[rest.numel() :] = 0
+        self._waiting += self._take(1)
+        if len(self._waiting) == _GATHERED:
+            self._sum_gathered()
+
+    def _sum_gathered(self) -> None:
+        if self._waiting:
+            self._sum(self._gathered[: len(self._waiting)].view(torch.int64), self._waiting)
+            self._waiting = []
+
+    def _sum(self, words: torch.Tensor, rows: list[int]) -> None:
+        low, high = self._weights
+        products = self._products[: len(rows)]
+        self._lows.append(torch.mul(words, low, out=products).sum(1))
+        torch.bitwise_right_shift(words, 32, out=products)
+        products &= _HIGH_HALF  # torch's shift keeps the sign
+        products *= high
+        self._highs.append(products.sum(1))
+        self._order += rows
+
+    def result(self) -> NDArray[np.int64]:
+        """The sums (low, high) of all rows, on the host: shape [rows, 2]."""
+        self._sum_gathered()
+        table = np.zeros((self._n_rows, 2), np.int64)
+        if self._order:
+            table[self._order] = torch.stack([torch.cat(self._lows), torch.cat(self._highs)], 1).cpu().numpy()
+        return table
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Bytes as int64, copied where they are not aligned, with zeroes behind where they are no whole words."""
-    if data.numel() % 8 == 0:
-        return (data if data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
-    padded = data.new_zeros((data.numel() + 7) // 8 * 8)
-    padded[: data.numel()] = data
-    return padded.view(torch.int64)
+    """Whole words as int64, copied where they are not aligned."""
+    aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
+    return (data if aligned else data.clone()).view(torch.int64)
 
 
 def pieces(flat: torch.Tensor, layout: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -75,9 +116,9 @@ def pieces(flat: torch.Tensor, layout: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Parts of at most about one batch, cut along the longest dimension."""
+    """Parts of at most about 16 MiB, cut along the longest dimension."""
     longest = max(range(tensor.dim()), key=lambda place: tensor.shape[place])
-    n_parts = -(-tensor.numel() * tensor.itemsize // _BATCH)
+    n_parts = -(-tensor.numel() * tensor.itemsize // _PART)
     parts: Iterable[torch.Tensor] = tensor.split(max(1, tensor.shape[longest] // n_parts), longest)
     return parts
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from omni_notebook.memory.arena import CHUNK, Segment, round_up
+from omni_notebook.memory import libc
+from omni_notebook.memory.arena import CHUNK, Segment, no_memory, round_up
+from omni_notebook.memory.host import usable_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from omni_notebook.memory.device.driver import Driver
     from omni_notebook.memory.device.segments import DeviceSegment
 
 
+_MAX_THREADS = 8
+_PART = 64 * 1024**2
+
+
 class Copies(Protocol):
     """Keeps one copy a segment. One thread at a time, but for `held_bytes`."""
 
-    def save(self, segment: DeviceSegment) -> None:
-        """Copy a mapped segment to the host; done when it returns.
+    def save(self, segments: Sequence[DeviceSegment], check: Callable[[], None]) -> None:
+        """Copy mapped segments to the host; done when it returns. `check` is called before each, and may raise.
 
         Raises:
             OutOfMemoryError: the host has no room.
@@ -26,7 +34,7 @@ class Copies(Protocol):
         ...
 
     def load(self, segment: DeviceSegment) -> None:
-        """Copy it back into its mapped segment; done when it returns.
+        """Begin to copy it back into its mapped segment; the driver's `finish` waits for it.
 
         Raises:
             DeviceError: the driver refused.
@@ -63,6 +71,17 @@ class _Buffer(NamedTuple):
     pinned: bool
 
 
+def _parts(memory: Segment) -> Iterator[tuple[int, int]]:
+    """Ranges (address, bytes) that one thread populates at a time."""
+    for start in range(0, memory.span_bytes, _PART):
+        yield memory.address + start, min(_PART, memory.span_bytes - start)
+
+
+def _populate(address: int, n_bytes: int) -> None:
+    """Make pages physically there. Source: madvise(2), MADV_POPULATE_WRITE."""
+    libc.advise(address, n_bytes, libc.MADV_POPULATE_WRITE)
+
+
 class HostCopies:
     """Each copy in a mapping of its own: huge pages of exactly its size, page-locked once and kept for the next sleep.
 
@@ -73,16 +92,28 @@ class HostCopies:
         self._driver = driver
         self._buffers: dict[DeviceSegment, _Buffer] = {}
 
-    def save(self, segment: DeviceSegment) -> None:
-        """See `Copies.save`."""
-        buffer = self._buffers.get(segment) or self._make(segment)
-        self._driver.copy(buffer.memory.address, segment.address, segment.size_bytes)
+    def save(self, segments: Sequence[DeviceSegment], check: Callable[[], None]) -> None:
+        """See `Copies.save`; threads fetch the pages of new buffers while earlier ones are locked and copied into."""
+        threads = ThreadPoolExecutor(max_workers=max(1, min(_MAX_THREADS, usable_cpus())))
+        new = {one: Segment(one.size_bytes, populate=False) for one in segments if one not in self._buffers}
+        try:
+            coming = {one: [threads.submit(_populate, *part) for part in _parts(new[one])] for one in new}
+            for segment in segments:
+                check()
+                if segment in new:
+                    self._lock(segment, new[segment], coming[segment])
+                self._driver.copy(self._buffers[segment].memory.address, segment.address, segment.size_bytes)
+        finally:
+            threads.shutdown(cancel_futures=True)
+            self._driver.finish()
 
-    def _make(self, segment: DeviceSegment) -> _Buffer:
-        memory = Segment(segment.size_bytes)
-        buffer = _Buffer(memory, self._driver.pin(memory.address, memory.span_bytes))
-        self._buffers[segment] = buffer
-        return buffer
+    def _lock(self, segment: DeviceSegment, memory: Segment, coming: Sequence[Future[None]]) -> None:
+        try:
+            for part in coming:
+                part.result()
+        except OSError as error:
+            raise no_memory(memory.span_bytes, error) from error
+        self._buffers[segment] = _Buffer(memory, self._driver.pin(memory.address, memory.span_bytes))
 
     def load(self, segment: DeviceSegment) -> None:
         """See `Copies.load`."""

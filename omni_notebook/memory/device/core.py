@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from omni_notebook.memory.device.checksum import TensorSums
     from omni_notebook.memory.device.driver import Driver, Probe
     from omni_notebook.memory.device.tensors import Span
+
+
+_STANDS_S = 0.02
+"""A reading that ended a transition is asked for again at once, and takes milliseconds."""
 
 
 class Reading(NamedTuple):
@@ -47,6 +52,7 @@ class DeviceCore:
         self.modules = ModuleTensors(self.table)
         self.copies: Copies = HostCopies(self.driver)
         self.records: dict[str, TensorSums] = {}
+        self._noted: tuple[float, Reading] | None = None
         for name in (WEIGHTS, KV_CACHE):
             self.books[name] = DeviceTag(name)
         self.refresh()
@@ -84,6 +90,7 @@ class DeviceCore:
     def begin(self, step: str) -> None:
         """What every transition begins with: an open pool, true books, a device at rest."""
         self.check_open(step)
+        self._noted = None
         self.driver.enter()
         self.refresh()
 
@@ -111,6 +118,15 @@ class DeviceCore:
                 one = KeptRange(span.segment, span.offset, span.n_bytes)
                 if one not in kept:
                     kept.append(one)
+
+    def note_reading(self, reading: Reading) -> None:
+        """Let a reading that was just taken stand for `last_reading`, for 20 ms."""
+        self._noted = time.monotonic(), reading
+
+    def last_reading(self) -> Reading:
+        """What is held: as a transition that ended just now read it, or read anew."""
+        noted, self._noted = self._noted, None
+        return noted[1] if noted is not None and time.monotonic() - noted[0] < _STANDS_S else self.reading()
 
     def reading(self) -> Reading:
         """What is held now; a process that seems to hold less than our mapped segments is another one of that id."""
@@ -147,14 +163,14 @@ class DeviceCore:
     @staticmethod
     def _sums(spans: Iterable[Span], flat_of: Callable[[Span], torch.Tensor]) -> TensorSums:
         summers: dict[torch.device, Summer] = {}
-        on_device: dict[str, torch.Tensor] = {}
+        rows: dict[str, tuple[Summer, list[int]]] = {}
         with torch.inference_mode():
             for span in spans:
                 flat = flat_of(span)
-                if flat.device not in summers:
-                    summers[flat.device] = Summer(flat.device)
-                on_device[span.name] = summers[flat.device].sums(pieces(flat, span.layout))
-            return {name: sums.cpu().numpy().astype("<i8").tobytes() for name, sums in on_device.items()}
+                summer = summers.get(flat.device) or summers.setdefault(flat.device, Summer(flat.device))
+                rows[span.name] = summer, summer.add(pieces(flat, span.layout))
+            tables = {summer: summer.result() for summer in summers.values()}
+        return {name: tables[summer][places].astype("<i8").tobytes() for name, (summer, places) in rows.items()}
 
 
 def _covered_bytes(spans: Iterable[Span]) -> int:

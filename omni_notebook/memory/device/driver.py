@@ -72,11 +72,19 @@ class Driver(Protocol):
         ...
 
     def copy(self, to: int, source: int, n_bytes: int) -> None:
-        """Copy between any two addresses, host or device; done when it returns."""
+        """Begin to copy between any two addresses, host or device; `finish` waits for it."""
         ...
 
     def zero(self, address: int, n_bytes: int) -> None:
-        """Begin to fill device memory with zeroes; `enter` waits for it."""
+        """Begin to fill device memory with zeroes, beside copies; `finish` waits for it."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for all copies and fills that were begun; any thread."""
+        ...
+
+    def finish(self) -> None:
+        """`wait`, by the thread that began them: until it begins others there is nothing to wait for."""
         ...
 
     def pin(self, address: int, n_bytes: int) -> bool:

@@ -17,6 +17,7 @@ _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _NO_ROOM = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _PINNED_MEMORY = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 class _AllocationProperties(ctypes.Structure):
@@ -41,6 +42,10 @@ def _driver() -> Any:
     library.cuMemMap.argtypes = (pointer, size, size, ctypes.c_ulonglong, ctypes.c_ulonglong)
     library.cuMemUnmap.argtypes = (pointer, size)
     library.cuMemRelease.argtypes = (ctypes.c_ulonglong,)
+    library.cuStreamCreate.argtypes = (ctypes.c_void_p, ctypes.c_uint)
+    library.cuStreamSynchronize.argtypes = (ctypes.c_void_p,)
+    library.cuMemcpyAsync.argtypes = (pointer, pointer, size, ctypes.c_void_p)
+    library.cuMemsetD8Async.argtypes = (pointer, ctypes.c_ubyte, size, ctypes.c_void_p)
     return library
 
 
@@ -79,6 +84,44 @@ def map_alias(device: int, address: int, n_bytes: int, cell: int) -> None:
             driver.cuMemRelease(handle)
             _check("cuMemMap", error)
     ctypes.c_ulonglong.from_address(cell).value = handle.value
+
+
+def new_stream() -> int:
+    """A stream that waits for no other, the default stream neither; it lives as long as the context.
+
+    Raises:
+        DeviceError: the driver refused.
+    """
+    stream = ctypes.c_void_p()
+    _check("cuStreamCreate", _driver().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
+    return stream.value or 0
+
+
+def copy(to: int, source: int, n_bytes: int, stream: int) -> None:
+    """Begin to copy between any two addresses; the driver tells host from device by the address.
+
+    Raises:
+        DeviceError: the driver refused.
+    """
+    _check("cuMemcpyAsync", _driver().cuMemcpyAsync(to, source, n_bytes, stream))
+
+
+def zero(address: int, n_bytes: int, stream: int) -> None:
+    """Begin to fill device memory with zeroes.
+
+    Raises:
+        DeviceError: the driver refused.
+    """
+    _check("cuMemsetD8Async", _driver().cuMemsetD8Async(address, 0, n_bytes, stream))
+
+
+def wait(stream: int) -> None:
+    """Wait until a stream has done all that was begun on it.
+
+    Raises:
+        DeviceError: some of it failed.
+    """
+    _check("cuStreamSynchronize", _driver().cuStreamSynchronize(stream))
 
 
 def _check(call: str, error: int) -> None:

@@ -150,6 +150,8 @@ class SegmentTable:
             segment = self._segments.get(address)
             if segment is None or not self._driver.is_live(segment.allocation):
                 return
+            with contextlib.suppress(DeviceError):
+                self._driver.wait()  # a copy of it may be on its way
             if self._has_pages(segment):
                 return
             try:

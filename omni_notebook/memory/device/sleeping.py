@@ -10,17 +10,20 @@ from omni_notebook.memory.arena import no_memory
 from omni_notebook.memory.base import WEIGHTS, DeviceError, PrepareReport, SleepPlan, UnmapReport
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
+from omni_notebook.memory.device.core import Reading
 from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.protocol import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from omni_notebook.memory.base import Scope
-    from omni_notebook.memory.device.core import DeviceCore, Reading
+    from omni_notebook.memory.device.core import DeviceCore
     from omni_notebook.memory.device.tags import DeviceTag, KeptRange
 
-_POLL_S = 0.005
+_POLL_S = 0.001
+_SPARE = 4
+"""A sleep without copies leaves locked host memory for later ones where the host has this many times as much free."""
 
 
 class DeviceSleeping:
@@ -57,12 +60,13 @@ class DeviceSleeping:
         started = time.perf_counter()
         modified = self._modified(chosen, level)
         checksum_ms = (time.perf_counter() - started) * 1e3
-        backed = [tag for tag in chosen if tag.backed_up_at(level)]
-        self._check_room(backed, chosen)
         started = time.perf_counter()
+        backed = [tag for tag in chosen if tag.backed_up_at(level)]
+        ranges = {tag.name: [] if tag in backed else core.kept_ranges(tag) for tag in chosen}
+        self._check_room(backed, chosen, ranges)
         try:
             self._copy(backed, cancelled)
-            kept = {tag.name: {} if tag in backed else self._read_kept(tag) for tag in chosen}
+            kept = {name: self._read(several) for name, several in ranges.items()}
         except BaseException:
             self._forget_created(backed)
             raise
@@ -77,36 +81,42 @@ class DeviceSleeping:
             return None
         return not self._core.is_as_recorded(weights)
 
-    def _check_room(self, backed: Sequence[DeviceTag], chosen: Sequence[DeviceTag]) -> None:
-        """Refuse what the host has no room for.
+    def _check_room(
+        self, backed: Sequence[DeviceTag], chosen: Sequence[DeviceTag], ranges: Mapping[str, Sequence[KeptRange]]
+    ) -> None:
+        """Refuse what the host has no room for; decide whether locked memory that is not needed now stays.
 
         Raises:
             OutOfMemoryError: too little is free.
         """
         needed = sum(self._core.copies.missing_bytes(tag.segments) for tag in backed)
-        needed += sum(self._kept_bytes(tag) for tag in chosen if tag not in backed)
+        needed += sum(kept.n_bytes for several in ranges.values() for kept in several)
         free = self._core.room().available_bytes
         if needed > free:
             raise no_memory(needed, free_bytes=free)
+        for tag in chosen:
+            tag.keeps_room = free >= _SPARE * self._core.copies.held_bytes()
 
     def _copy(self, tags: Sequence[DeviceTag], cancelled: Callable[[], bool] | None) -> None:
+        def check() -> None:
+            if cancelled is not None and cancelled():
+                raise sleep_cancelled()
+
         for tag in tags:
             tag.created = [one for one in tag.segments if not self._core.copies.has(one)]
-            for segment in tag.segments:
-                if cancelled is not None and cancelled():
-                    raise sleep_cancelled()
-                self._core.copies.save(segment)
+        self._core.copies.save([segment for tag in tags for segment in tag.segments], check)
 
     def _kept_bytes(self, tag: DeviceTag) -> int:
         return sum(kept.n_bytes for kept in self._core.kept_ranges(tag))
 
-    def _read_kept(self, tag: DeviceTag) -> dict[KeptRange, bytearray]:
-        return {kept: self._read(kept) for kept in self._core.kept_ranges(tag)}
-
-    def _read(self, kept: KeptRange) -> bytearray:
-        data = bytearray(kept.n_bytes)
-        self._core.driver.copy(host_address(data), kept.address, kept.n_bytes)
-        return data
+    def _read(self, ranges: Sequence[KeptRange]) -> dict[KeptRange, bytearray]:
+        found = {kept: bytearray(kept.n_bytes) for kept in ranges}
+        try:
+            for kept, data in found.items():
+                self._core.driver.copy(host_address(data), kept.address, kept.n_bytes)
+        finally:
+            self._core.driver.finish()
+        return found
 
     def _forget_created(self, tags: Sequence[DeviceTag]) -> None:
         for tag in tags:
@@ -127,9 +137,8 @@ class DeviceSleeping:
         checksum_ms: float,
         copy_ms: float,
     ) -> PrepareReport:
-        dropped = sum(
-            one.size_bytes for tag in chosen if tag not in backed for one in tag.segments if self._core.copies.has(one)
-        )
+        dropping = [tag for tag in chosen if tag not in backed and not tag.keeps_room]
+        dropped = sum(one.size_bytes for tag in dropping for one in tag.segments if self._core.copies.has(one))
         copied = sum(tag.span_bytes for tag in backed)
         copied += sum(len(data) for tag in chosen for data in tag.kept_data.values())
         return PrepareReport(
@@ -150,6 +159,7 @@ class DeviceSleeping:
         core = self._core
         core.check_open("commit_sleep")
         chosen = core.books.select(None, TagState.PREPARED, "commit_sleep")
+        started = time.perf_counter()
         core.driver.enter()
         expected = sum(segment.size_bytes for tag in chosen for segment in tag.slept)
         core.driver.trim()
@@ -161,14 +171,13 @@ class DeviceSleeping:
                 report = self._unmap_measured(chosen, core.reading(), _device_note(alone=alone))
         for tag in chosen:
             tag.state, tag.created = TagState.ASLEEP, []
-            if tag.backup not in WHOLE:
+            if tag.backup not in WHOLE and not tag.keeps_room:
                 self._forget(tag)
-        return UnmapReport(expected_bytes=expected, **report)  # type: ignore[arg-type]
+        took_ms = (time.perf_counter() - started) * 1e3
+        return UnmapReport(expected_bytes=expected, unmap_ms=took_ms, **report)  # type: ignore[arg-type]
 
     def _unmap_measured(self, chosen: Sequence[DeviceTag], before: Reading, note: str | None) -> dict[str, object]:
-        started = time.perf_counter()
         released, notes = self._unmap(chosen)
-        unmap_ms = (time.perf_counter() - started) * 1e3
         total = sum(released.values())
         observed = self._observe(before, total)
         if note is not None:
@@ -178,7 +187,6 @@ class DeviceSleeping:
             "freed": freed,
             "observed_bytes": observed,
             "scope": before.scope,
-            "unmap_ms": unmap_ms,
             "note": "; ".join(notes) or None,
         }
 
@@ -204,8 +212,10 @@ class DeviceSleeping:
         """Bytes that left since `before`, measured; the driver's books get a moment to follow."""
         deadline = time.monotonic() + self._core.settle_s
         while True:
-            gone = max(0, before.n_bytes - self._held(before.scope))
+            held = self._held(before.scope)
+            gone = max(0, before.n_bytes - held)
             if gone >= released or time.monotonic() > deadline:
+                self._core.note_reading(Reading(held, before.scope))
                 return gone
             time.sleep(_POLL_S)
 

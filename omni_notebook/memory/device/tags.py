@@ -37,7 +37,7 @@ class DeviceTag:
     """One tag; `segments` as of the last refresh.
 
     `slept`: the segments that its sleep is about; later ones stay as they are. `created`: of these, whose copy got its
-    room from this sleep.
+    room from this sleep. `keeps_room`: the memory of its last copies outlives a sleep that makes none.
     """
 
     name: str
@@ -45,6 +45,7 @@ class DeviceTag:
     level: int = 0
     backup: str | None = None
     restored: bool = False
+    keeps_room: bool = False
     used_bytes: int = 0
     segments: list[DeviceSegment] = field(default_factory=list)
     kept: list[KeptRange] = field(default_factory=list)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _ORDINARY_POOL = (0, 0)
+_POOLS = ("small_pool", "large_pool")
+_REMEMBERED = 8
 
 
 class VllmDriver:
@@ -44,6 +46,9 @@ class VllmDriver:
         self.device = f"cuda:{index}"
         self.device_name = str(cuda.get_device_name(index))
         cuda.set_device(index)
+        self._copying = self._filling = 0  # streams, made when first used
+        self._busy: set[int] = set()
+        self._reserved: dict[tuple[int, ...], Reserved] = {}
         # vLLM is awake when this is made: a driver that calls nothing mapped can not be asked.
         self._tells = any(driver.is_mapped(address) is True for address in self.allocations())
 
@@ -123,13 +128,25 @@ class VllmDriver:
 
     def copy(self, to: int, source: int, n_bytes: int) -> None:
         """See `Driver.copy`."""
-        with _driver_errors("copy"):
-            self._cumem.libcudart.cudaMemcpy(to, source, n_bytes)
+        self._copying = self._copying or self._driver.new_stream()
+        self._busy.add(self._copying)
+        self._driver.copy(to, source, n_bytes, self._copying)
 
     def zero(self, address: int, n_bytes: int) -> None:
         """See `Driver.zero`."""
-        with _driver_errors("zero"):
-            self._cumem.libcudart.cudaMemset(address, 0, n_bytes)
+        self._filling = self._filling or self._driver.new_stream()
+        self._busy.add(self._filling)
+        self._driver.zero(address, n_bytes, self._filling)
+
+    def wait(self) -> None:
+        """See `Driver.wait`."""
+        for stream in tuple(self._busy):
+            self._driver.wait(stream)
+
+    def finish(self) -> None:
+        """See `Driver.finish`."""
+        self.wait()
+        self._busy.clear()
 
     def pin(self, address: int, n_bytes: int) -> bool:
         """See `Driver.pin`."""
@@ -155,7 +172,19 @@ class VllmDriver:
             return int(self._cuda.mem_get_info(self._index)[0])
 
     def reserved(self) -> Reserved:
-        """See `Driver.reserved`; pools of the allocator itself are not counted, mapped or not."""
+        """See `Driver.reserved`; pools of the allocator itself are not counted, mapped or not.
+
+        Torch's list of segments takes milliseconds: it is read only when torch's totals are none of the last ones.
+        """
+        stats = self._cuda.memory_stats_as_nested_dict(self._index)
+        totals = tuple(stats[what][pool]["current"] for what in ("reserved_bytes", "segment") for pool in _POOLS)
+        if totals not in self._reserved:
+            if len(self._reserved) == _REMEMBERED:
+                self._reserved.clear()
+            self._reserved[totals] = self._read_reserved()
+        return self._reserved[totals]
+
+    def _read_reserved(self) -> Reserved:
         ours = set(self._pool_ids())
         untagged = graphs = 0
         for segment in self._cuda.memory_snapshot():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from typing import TYPE_CHECKING
@@ -39,12 +40,28 @@ class DeviceWaking:
         self._core.begin("map")
         chosen = self._core.books.select(names, TagState.ASLEEP, "map")
         started = time.perf_counter()
-        segments = [segment for tag in chosen for segment in tag.sleeping_segments()]
+        mapped = self._map_all(chosen, stop, self._zero)
+        try:
+            self._core.driver.finish()
+        except BaseException:
+            self._sleep_again(chosen)
+            raise
+        return MapReport(mapped_bytes=mapped, map_ms=(time.perf_counter() - started) * 1e3)
+
+    def _map_all(
+        self, chosen: Sequence[DeviceTag], stop: Callable[[], bool], fill: Callable[[DeviceSegment], None]
+    ) -> int:
+        """Map the tags' segments, those with copies first, and begin to fill each; bytes mapped."""
+        first = sorted(chosen, key=lambda tag: tag.backup not in WHOLE)
+        segments = [segment for tag in first for segment in tag.sleeping_segments()]
         self._check_room([segment for segment in segments if not segment.mapped])
-        mapped = self._map(segments, stop)
+        mapped = self._map(segments, stop, fill)
         for tag in chosen:
             tag.state, tag.restored = TagState.MAPPED, False
-        return MapReport(mapped_bytes=mapped, map_ms=(time.perf_counter() - started) * 1e3)
+        return mapped
+
+    def _zero(self, segment: DeviceSegment) -> None:
+        self._core.driver.zero(segment.address, segment.size_bytes)
 
     def _check_room(self, waiting: Sequence[DeviceSegment]) -> None:
         """Refuse early what the device has no room for.
@@ -60,23 +77,30 @@ class DeviceWaking:
             if needed > free:
                 raise no_device_memory(self._core.driver.device, needed, free)
 
-    def _map(self, segments: Sequence[DeviceSegment], stop: Callable[[], bool]) -> int:
-        """Map and zero all of them, or none; bytes mapped."""
+    def _map(
+        self, segments: Sequence[DeviceSegment], stop: Callable[[], bool], fill: Callable[[DeviceSegment], None]
+    ) -> int:
+        """Map all of them, or none, and begin to fill each; bytes mapped."""
         needed = sum(segment.size_bytes for segment in segments if not segment.mapped)
         mapped = 0
         try:
             for segment in segments:
                 _check(stop)
                 mapped += self._core.table.map(segment)
-                self._core.driver.zero(segment.address, segment.size_bytes)
-            self._core.driver.enter()
+                fill(segment)
         except BaseException as error:
+            self._settle()
             self._unmap(segments)
             if isinstance(error, DeviceError) and error.no_room:
                 free = self._core.driver.free_bytes()
                 raise no_device_memory(self._core.driver.device, needed, free) from error
             raise
         return mapped
+
+    def _settle(self) -> None:
+        """Wait for fills that were begun; those that failed have been told of."""
+        with contextlib.suppress(DeviceError):
+            self._core.driver.finish()
 
     def _unmap(self, segments: Sequence[DeviceSegment]) -> None:
         """Give their pages up, all that can be.
@@ -98,38 +122,56 @@ class DeviceWaking:
         self._core.begin("restore")
         chosen = self._core.books.select(names, TagState.MAPPED, "restore")
         started = time.perf_counter()
-        copied = sum(self._refill(tag) for tag in chosen if not tag.restored)
-        self._core.driver.enter()
+        waiting = [tag for tag in chosen if not tag.restored]
+        try:
+            for tag in waiting:
+                if tag.backup in WHOLE:
+                    for segment in tag.sleeping_segments():
+                        self._core.copies.load(segment)
+        except BaseException:
+            self._settle()
+            raise
+        return self._finish(chosen, waiting, started)
+
+    def _finish(self, chosen: Sequence[DeviceTag], waiting: Sequence[DeviceTag], started: float) -> RestoreReport:
+        """Wait for the copies and fills that were begun, then copy back into `waiting` what else the sleep kept."""
+        driver = self._core.driver
+        driver.finish()
+        kept = [(one, data) for tag in waiting for one, data in tag.kept_data.items() if one.segment in tag.segments]
+        try:
+            for one, data in kept:
+                driver.copy(one.address, host_address(data), one.n_bytes)
+        finally:
+            driver.finish()
+        for tag in waiting:
+            tag.restored = True
+        whole = [segment for tag in waiting if tag.backup in WHOLE for segment in tag.sleeping_segments()]
         return RestoreReport(
-            copied_bytes=copied,
+            copied_bytes=sum(segment.size_bytes for segment in whole) + sum(one.n_bytes for one, _ in kept),
             copy_ms=(time.perf_counter() - started) * 1e3,
             needs_reload=tuple(tag.name for tag in chosen if tag.needs_reload()),
         )
 
-    def _refill(self, tag: DeviceTag) -> int:
-        """Copy back what the sleep kept; bytes copied."""
-        copied = 0
-        if tag.backup in WHOLE:
-            for segment in tag.sleeping_segments():
-                self._core.copies.load(segment)
-                copied += segment.size_bytes
-        for kept, data in tag.kept_data.items():
-            if kept.segment in tag.segments:
-                self._core.driver.copy(kept.address, host_address(data), kept.n_bytes)
-                copied += kept.n_bytes
-        tag.restored = True
-        return copied
-
     def map_restore(self, names: Collection[str] | None, stop: Callable[[], bool]) -> tuple[MapReport, RestoreReport]:
         """See `CumemPool.map_restore`."""
+        self._core.begin("map_restore")
         chosen = self._core.books.select(names, TagState.ASLEEP, "map_restore")
-        mapped = self.map(names, stop)
+        whole = {segment for tag in chosen if tag.backup in WHOLE for segment in tag.sleeping_segments()}
+
+        def fill(segment: DeviceSegment) -> None:
+            (self._core.copies.load if segment in whole else self._zero)(segment)
+
+        started = time.perf_counter()
+        mapped = self._map_all(chosen, stop, fill)
+        done = time.perf_counter()
         try:
             _check(stop)
-            return mapped, self.restore(names)
+            restored = self._finish(chosen, chosen, done)
         except BaseException:
+            self._settle()
             self._sleep_again(chosen)
             raise
+        return MapReport(mapped_bytes=mapped, map_ms=(done - started) * 1e3), restored
 
     def commit(self) -> None:
         """See `CumemPool.commit_wake`."""

@@ -92,8 +92,8 @@ class HostedExecutor:
         except RuntimeError as error:  # vLLM's own, which tells to look at what it has printed
             raise ConfigError(_root_cause(error, self._link.log_tail(), self.ranks[0])) from error
 
-    async def ask_host(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call a method of the host itself; its answer in plain types.
+    async def ask_host(self, method: str, *args: Any, timeout_s: float | None = None, kind: Any = Any) -> Any:
+        """Call a method of the host itself; its answer, which is of this kind (plain types, if none is said).
 
         Raises:
             WorkerDiedError: it is gone.
@@ -108,7 +108,7 @@ class HostedExecutor:
             if not answered.done():
                 answered.set_result(RankAnswer(self.ranks[0], value, error))
 
-        self._link.ask(number, pack(Order(number, method, payload(args))), Waiting(Any, take))
+        self._link.ask(number, pack(Order(number, method, payload(args))), Waiting(kind, take))
         await asyncio.wait({answered}, timeout=timeout_s)
         if not answered.done():
             self._link.forget(number)

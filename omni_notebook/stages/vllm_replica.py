@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from omni_notebook.errors import EngineClosedError, WorkerDiedError
 from omni_notebook.worker.vllm.wire import TextOutput
 
@@ -159,7 +157,7 @@ class VllmReplica:
         self._changed.notify()
 
     async def _stand_still(self) -> None:
-        self._take(await self.executor.ask_host("freeze"))
+        self._take(await self.executor.ask_host("freeze", kind=list[TextOutput]))
         self._frozen = True
         self._changed.notify()
         if self.open:
@@ -167,8 +165,8 @@ class VllmReplica:
 
     async def _listen(self) -> None:
         while True:
-            self._take(await self.executor.ask_host("outputs"))
+            self._take(await self.executor.ask_host("outputs", kind=list[TextOutput]))
 
-    def _take(self, outputs: Any) -> None:
-        self.scheduler.finish(msgspec.convert(outputs, list[TextOutput]), self._weight_version())
+    def _take(self, outputs: list[TextOutput]) -> None:
+        self.scheduler.finish(outputs, self._weight_version())
         self._changed.notify()

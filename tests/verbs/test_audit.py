@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from omni_notebook.engine.async_omni import AsyncOmni
 
-NOISE_MIB = 3
-"""What a process takes and gives back by itself meanwhile (its heap, a thread's stack)."""
+LIE_MIB, NOISE_MIB = 24, 12
+"""What a rank says too much, and what a process takes and gives back by itself meanwhile (a heap of many tests)."""
 QUICK: dict[str, Any] = {"sampling_params": {"num_inference_steps": 3}}
 
 
@@ -125,7 +125,7 @@ def test_it_runs_within_a_running_event_loop_and_as_a_coroutine(engine):
 
 
 def test_an_ack_that_says_more_than_left_fails_with_both_numbers(engine, tmp_path):
-    with told(engine, 1, lie_bytes=8 * MIB):
+    with told(engine, 1, lie_bytes=LIE_MIB * MIB):
         result = omni.audit(engine, level=1, **QUICK)
     assert result.verdict == "FAIL"
     (text,) = failures(result)
@@ -134,7 +134,7 @@ def test_an_ack_that_says_more_than_left_fails_with_both_numbers(engine, tmp_pat
     assert f'<li class="FAIL">cycle 1: {text} [ack, smaps]</li>' in written
     freed = result.cycles[0].processes[-1].freed_bytes
     left = float(re.search(rf"by its ACKs {freed / MIB:.1f} MiB were freed, by smaps ([\d.]+) MiB were gone", text)[1])
-    assert freed / MIB - left == pytest.approx(8, abs=NOISE_MIB)
+    assert freed / MIB - left == pytest.approx(LIE_MIB, abs=NOISE_MIB)
     assert "MORE THAN" in text
     assert states(engine) == AWAKE
 
@@ -165,12 +165,12 @@ def test_a_process_that_keeps_more_after_every_cycle_fails(engine, tmp_path):
 
 
 def test_a_wake_that_takes_more_than_it_says_fails(engine):
-    with told(engine, 1, wake_leak_bytes=8 * MIB):
+    with told(engine, 1, wake_leak_bytes=LIE_MIB * MIB):
         result = omni.audit(engine, level=1, **QUICK)
     assert result.verdict == "FAIL"
     (text,) = failures(result)
     apart = float(re.search(r"came back; ([\d.]+) MiB apart, MORE THAN", text)[1])
-    assert apart == pytest.approx(8, abs=NOISE_MIB)
+    assert apart == pytest.approx(LIE_MIB, abs=NOISE_MIB)
 
 
 def test_a_process_that_keeps_nothing_does_not_grow(engine):

@@ -75,7 +75,7 @@ class VllmHost:
         self._asked: dict[int, _Asked] = {}
         self._statuses: dict[int, RankStatus] = {}
         self._report: Callable[[], None] = lambda: None
-        self._outputs: list[TextOutput] = []
+        self._outputs: dict[str, TextOutput] = {}
         self._waiting: asyncio.Future[None] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._frozen = False
@@ -257,7 +257,9 @@ class VllmHost:
             self._put(TextOutput(request_id=request.request_id, fault=describe(error)))
 
     def _put(self, output: TextOutput) -> None:
-        self._outputs.append(output)
+        """Keep news until they are fetched; those of one request become one, so that a slow reader costs nothing."""
+        earlier = self._outputs.get(output.request_id)
+        self._outputs[output.request_id] = output if earlier is None else earlier.followed_by(output)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -272,8 +274,8 @@ class VllmHost:
         return self._taken()
 
     def _taken(self) -> list[TextOutput]:
-        taken, self._outputs = self._outputs, []
-        return taken
+        taken, self._outputs = self._outputs, {}
+        return list(taken.values())
 
     def abort(self, request_ids: list[str]) -> Future[None]:
         """End requests; nothing more comes of them."""
@@ -285,7 +287,8 @@ class VllmHost:
             task.cancel()
         if ended:
             await asyncio.wait(ended)
-        self._outputs = [output for output in self._outputs if output.request_id not in set(request_ids)]
+        for request_id in request_ids:
+            self._outputs.pop(request_id, None)
 
     def freeze(self) -> Future[list[TextOutput]]:
         """Let vLLM's scheduler start no further step; once back, nothing runs, and what had come is the answer."""

@@ -82,8 +82,11 @@ class VllmRunner:
         raise UnsupportedError(msg)
 
     def kept_tensors(self) -> Sequence[torch.Tensor]:
-        """Buffers, of which checkpoints know nothing."""
-        return [buffer for module in self.modules() for buffer in module.buffers() if buffer.numel()]
+        """What the model's checkpoint does not have: buffers, and a draft model, which has one of its own."""
+        buffers = [buffer for module in self.modules() for buffer in module.buffers()]
+        own = {id(parameter) for parameter in self.model.parameters()}
+        draft = [one for module in self.modules() for one in module.parameters() if id(one) not in own]
+        return [tensor for tensor in (*buffers, *draft) if tensor.numel()]
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was started."""

@@ -44,6 +44,18 @@ class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     fault: Fault | None = None
 
+    def followed_by(self, later: TextOutput) -> TextOutput:
+        """Both as one."""
+        return TextOutput(
+            request_id=self.request_id,
+            token_ids=self.token_ids + later.token_ids,
+            text=self.text + later.text,
+            finish_reason=later.finish_reason,
+            prompt_token_ids=self.prompt_token_ids,
+            cached_tokens=self.cached_tokens,
+            fault=later.fault,
+        )
+
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True):
     """The first order to a rank: what it belongs to, where its answers go (a datagram socket).

@@ -42,6 +42,7 @@ class VllmReplica:
         self._on_start = on_start
         self._work = asyncio.Event()
         self._frozen = True
+        self._stale = False
         self._ended = False
         self._aborted: list[str] = []
         loop = asyncio.get_running_loop()
@@ -109,7 +110,8 @@ class VllmReplica:
         self.kick()
 
     def requeue(self) -> None:
-        """Nothing to do after a sleep: vLLM computes again what it has lost."""
+        """What vLLM has computed is not to be used again: before it goes on it forgets it, and computes it anew."""
+        self._stale = True
 
     async def stop(self) -> None:
         """End the loops; requests stay in the scheduler."""
@@ -149,7 +151,8 @@ class VllmReplica:
     async def _go_on(self) -> None:
         if self._frozen:
             self._frozen = False
-            await self.executor.ask_host("thaw")
+            stale, self._stale = self._stale, False
+            await self.executor.ask_host("thaw", stale)
         requests = self.scheduler.take()
         if requests:
             self._on_start()

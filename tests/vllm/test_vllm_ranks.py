@@ -137,6 +137,19 @@ def test_a_keep_pause_freezes_streams_and_resume_goes_on(two: AsyncOmni) -> None
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_a_pause_clears_the_prefix_cache_if_it_is_asked_to(two: AsyncOmni, clear_cache: bool) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        await two.pause_generation(mode="keep", clear_cache=clear_cache)
+        await two.resume_generation()
+        after = (await outputs(two))[-1]
+        assert (after.metrics["cached_tokens"] == 0) is clear_cache
+        assert after.outputs[0].token_ids == golden
+
+    asyncio.run(scenario())
+
+
 def test_an_abort_pause_ends_requests_and_a_wait_pause_lets_them_end(two: AsyncOmni) -> None:
     async def scenario() -> None:
         running = await begun(two, 2)

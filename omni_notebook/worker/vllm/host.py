@@ -302,11 +302,13 @@ class VllmHost:
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         return self._taken()
 
-    def thaw(self) -> Future[None]:
-        """Let the scheduler go on."""
-        return self._go(self._thaw())
+    def thaw(self, stale: bool) -> Future[None]:
+        """Let the scheduler go on; `stale`: with nothing of what it had computed."""
+        return self._go(self._thaw(stale=stale))
 
-    async def _thaw(self) -> None:
+    async def _thaw(self, *, stale: bool) -> None:
+        if stale:
+            await self._clear_caches()
         self._frozen = False
         await self._llm.resume_generation()
 

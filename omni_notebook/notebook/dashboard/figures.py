@@ -122,7 +122,7 @@ def _draw_strip(axes: Axes, strip: Strip, span_s: float) -> None:
         edges = np.append(-strip.ages_s, 0.0)
         rows = np.arange(len(strip.labels) + 1) - 0.5
         axes.pcolormesh(edges, rows, strip.levels, cmap=ListedColormap(colours), vmin=-1.5, vmax=4.5)
-        differ = np.ma.MaskedArray(strip.differ.astype(float), mask=~strip.differ)
+        differ = np.where(strip.differ, 1.0, np.nan)
         axes.pcolor(edges, rows, differ, hatch="////", facecolor="none", edgecolor=charts.RED, lw=0, cmap="Oranges")
     axes.set_xlim(-span_s, 0)
     axes.set_ylim(len(strip.labels) - 0.5, -0.5)

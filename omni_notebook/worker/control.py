@@ -19,6 +19,7 @@ from omni_notebook.worker.waking import WakeOrders
 if TYPE_CHECKING:
     from omni_notebook.protocol import OmniACK
     from omni_notebook.worker.rank import Done, Rank
+    from omni_notebook.worker.reports import WakeOutlook
 
 
 class Control:
@@ -80,3 +81,45 @@ class Control:
             msg = "the sleep that is to be undone discarded weights that no path reproduces"
             raise NeedsWeightsError(msg)
         self.waking.commit_wake(done.task_id)
+
+
+class ControlOrders:
+    """The orders that every rank takes, whoever runs its model; `_control` carries them out."""
+
+    _control: Control
+
+    def prepare_sleep(self, task: SleepTask) -> None:
+        """See `SleepOrders.prepare_sleep`."""
+        self._control.sleeping.prepare_sleep(task)
+
+    def commit_sleep(self, task_id: str) -> OmniACK:
+        """See `SleepOrders.commit_sleep`."""
+        return self._control.sleeping.commit_sleep(task_id)
+
+    def abort_sleep(self, task_id: str) -> None:
+        """See `SleepOrders.abort_sleep`."""
+        self._control.sleeping.abort_sleep(task_id)
+
+    def drop_backup(self, task: SleepTask) -> OmniACK:
+        """See `SleepOrders.drop_backup`."""
+        return self._control.sleeping.drop_backup(task)
+
+    def prepare_wake(self, task: WakeTask) -> WakeOutlook:
+        """See `WakeOrders.prepare_wake`."""
+        return self._control.waking.prepare_wake(task)
+
+    def commit_wake(self, task_id: str) -> OmniACK:
+        """See `WakeOrders.commit_wake`."""
+        return self._control.waking.commit_wake(task_id)
+
+    def abort_wake(self, task_id: str) -> None:
+        """See `WakeOrders.abort_wake`."""
+        self._control.waking.abort_wake(task_id)
+
+    def undo(self, task_id: str) -> None:
+        """See `Control.undo`."""
+        self._control.undo(task_id)
+
+    def noop(self, task_id: str) -> OmniACK:
+        """See `Control.noop`."""
+        return self._control.noop(task_id)

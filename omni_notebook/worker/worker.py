@@ -17,7 +17,7 @@ from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
 from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError
-from omni_notebook.worker.control import Control
+from omni_notebook.worker.control import Control, ControlOrders
 from omni_notebook.worker.group import RankGroup
 from omni_notebook.worker.lora import Loras
 from omni_notebook.worker.outputs import Outputs
@@ -30,13 +30,13 @@ from omni_notebook.worker.weights import Weights
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from omni_notebook.protocol import LoRARequest, OmniACK, SleepTask, WakeTask
+    from omni_notebook.protocol import LoRARequest, OmniACK
     from omni_notebook.worker.batches import ImageAnswer, Prefetch
-    from omni_notebook.worker.reports import LoRAReport, WakeOutlook, WorkerSpec
+    from omni_notebook.worker.reports import LoRAReport, WorkerSpec
     from omni_notebook.worker.tensors import TensorChunk, TensorHeader
 
 
-class Worker:
+class Worker(ControlOrders):
     """One rank's model and memory."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -240,44 +240,10 @@ class Worker:
         """See `Loras.unpin`."""
         self._loras.unpin(lora_int_id)
 
-    # -------------------------------------------------------------------------- control orders
-
-    def prepare_sleep(self, task: SleepTask) -> None:
-        """See `SleepOrders.prepare_sleep`."""
-        self._control.sleeping.prepare_sleep(task)
-
     def commit_sleep(self, task_id: str) -> OmniACK:
         """See `SleepOrders.commit_sleep`; what is there for requests is given up too."""
         self._runner.drop_transient()
-        return self._control.sleeping.commit_sleep(task_id)
-
-    def abort_sleep(self, task_id: str) -> None:
-        """See `SleepOrders.abort_sleep`."""
-        self._control.sleeping.abort_sleep(task_id)
-
-    def drop_backup(self, task: SleepTask) -> OmniACK:
-        """See `SleepOrders.drop_backup`."""
-        return self._control.sleeping.drop_backup(task)
-
-    def prepare_wake(self, task: WakeTask) -> WakeOutlook:
-        """See `WakeOrders.prepare_wake`."""
-        return self._control.waking.prepare_wake(task)
-
-    def commit_wake(self, task_id: str) -> OmniACK:
-        """See `WakeOrders.commit_wake`."""
-        return self._control.waking.commit_wake(task_id)
-
-    def abort_wake(self, task_id: str) -> None:
-        """See `WakeOrders.abort_wake`."""
-        self._control.waking.abort_wake(task_id)
-
-    def undo(self, task_id: str) -> None:
-        """See `Control.undo`."""
-        self._control.undo(task_id)
-
-    def noop(self, task_id: str) -> OmniACK:
-        """See `Control.noop`."""
-        return self._control.noop(task_id)
+        return super().commit_sleep(task_id)
 
     # ------------------------------------------------------------------------ from any thread
 

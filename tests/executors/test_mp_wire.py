@@ -124,7 +124,7 @@ def test_what_has_no_form_is_refused(value: object) -> None:
 
 
 def test_every_order_of_a_worker_has_its_types() -> None:
-    public = {name for name, value in vars(Worker).items() if inspect.isfunction(value) and name[0] != "_"}
+    public = {name for name, _ in inspect.getmembers(Worker, inspect.isfunction) if name[0] != "_"}
     assert set(METHODS) == public - {"shutdown", "memory"}
     for name, (args, _answer) in METHODS.items():
         assert len(get_args(args)) == len(inspect.signature(getattr(Worker, name)).parameters) - 1

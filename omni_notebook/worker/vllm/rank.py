@@ -23,7 +23,7 @@ from omni_notebook.models.lora import read_adapter
 from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
-from omni_notebook.worker.control import Control
+from omni_notebook.worker.control import Control, ControlOrders
 from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.rank import Rank
@@ -36,15 +36,14 @@ from omni_notebook.worker.weights import Weights
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_notebook.protocol import LoRARequest, OmniACK, SleepTask, WakeTask
-    from omni_notebook.worker.reports import WakeOutlook
+    from omni_notebook.protocol import LoRARequest
     from omni_notebook.worker.tensors import TensorHeader
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
 
 
-class VllmRank:
+class VllmRank(ControlOrders):
     """Owns the memory of one vLLM worker: its parameters, buffers and KV cache are moved into our pool.
 
     Args:
@@ -228,46 +227,6 @@ class VllmRank:
         """VLLM can not."""
         msg = f"vLLM can not unpin adapter {lora_int_id}; remove it and add it again"
         raise UnsupportedError(msg)
-
-    def prepare_sleep(self, task: SleepTask) -> None:
-        """See `SleepOrders.prepare_sleep`."""
-        self._control.sleeping.prepare_sleep(task)
-
-    def commit_sleep(self, task_id: str) -> OmniACK:
-        """See `SleepOrders.commit_sleep`."""
-        return self._control.sleeping.commit_sleep(task_id)
-
-    def abort_sleep(self, task_id: str) -> None:
-        """See `SleepOrders.abort_sleep`."""
-        self._control.sleeping.abort_sleep(task_id)
-
-    def drop_backup(self, task: SleepTask) -> OmniACK:
-        """See `SleepOrders.drop_backup`."""
-        return self._control.sleeping.drop_backup(task)
-
-    def prepare_wake(self, task: WakeTask) -> WakeOutlook:
-        """See `WakeOrders.prepare_wake`."""
-        return self._control.waking.prepare_wake(task)
-
-    def commit_wake(self, task_id: str) -> OmniACK:
-        """See `WakeOrders.commit_wake`."""
-        return self._control.waking.commit_wake(task_id)
-
-    def abort_wake(self, task_id: str) -> None:
-        """See `WakeOrders.abort_wake`."""
-        self._control.waking.abort_wake(task_id)
-
-    def undo(self, task_id: str) -> None:
-        """See `Control.undo`."""
-        self._control.undo(task_id)
-
-    def noop(self, task_id: str) -> OmniACK:
-        """See `Control.noop`."""
-        return self._control.noop(task_id)
-
-    def cancel(self, task_id: str) -> None:
-        """See `Control.cancel`; any thread."""
-        self._control.cancel(task_id)
 
 
 ORDERS = frozenset(

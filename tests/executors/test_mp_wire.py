@@ -215,6 +215,6 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ray_is_refused_by_name() -> None:
-    fake = type("Config", (), {"executor_name": "ray"})()
+    fake = type("Config", (), {"runtime_name": "torch", "executor_name": "ray"})()
     with pytest.raises(errors.UnsupportedError, match="ray"):
         make_executor(fake)

@@ -197,10 +197,14 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def runtime_name(self) -> Literal["torch", "vllm", "diffusers"]:
-        """The runtime, where "auto" is decided: vLLM for an AR model that is not ours, where it is installed."""
+        """The runtime, where "auto" is decided: vLLM for an AR model that is not ours, where it is installed.
+
+        Who asks for `executor="uni"` wants the model in this process, which vLLM does not do.
+        """
         if self.runtime != "auto":
             return self.runtime
-        return "vllm" if self.kind == "ar" and not _is_ours(self.model) and has_vllm() else "torch"
+        takes_vllm = self.kind == "ar" and self.executor != "uni" and not _is_ours(self.model)
+        return "vllm" if takes_vllm and has_vllm() else "torch"
 
     @property
     def executor_name(self) -> Literal["uni", "mp", "ray"]:

@@ -183,7 +183,10 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             (self.runtime == "vllm" and not has_vllm(), _NO_VLLM),
             (self.runtime == "vllm" and self.executor == "uni", "vLLM has processes of its own; use executor='auto'"),
             (bool(self.engine_args) and self.runtime_name != "vllm", "engine_args are for runtime='vllm'"),
-            (self.device not in self._devices_that_run, f"device={self.device!r}: {_WHERE[self.runtime_name]}"),
+            (
+                self.device not in self._devices_that_run,
+                f"device={self.device!r}: {_WHERE.get(self.runtime_name, _WHERE['torch'])}",
+            ),
             (any(d != "cpu" for d in self.devices), f"devices={list(self.devices)}: {_WHERE['torch']}"),
         )
         for wrong, why in cases:

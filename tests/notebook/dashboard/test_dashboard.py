@@ -89,7 +89,7 @@ def test_a_press_that_came_too_late_says_that_nothing_was_to_do(real, until):
     first, second = omni.dashboard(real), omni.dashboard(real)
     click(first, 0, Press.SLEEP_1)
     click(second, 0, Press.SLEEP_1)  # its button is still on
-    until(lambda: "✓ Sleep 1: nothing to do, it was so already" in card(second, 0)[1])
+    until(lambda: "✓ Sleep L1: nothing to do, it was so already" in card(second, 0)[1])
     assert "freed 0 B" not in card(first, 0)[1]
     first.close()
     second.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omni_notebook.errors import DeadlineError, EngineClosedError, OmniError, UnsupportedError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from omni_notebook.errors import WorkerDiedError
     from omni_notebook.protocol import RankId, RankStatus
     from omni_notebook.worker.reports import WorkerSpec
@@ -104,6 +107,22 @@ def follow(worker: Any, method: str, args: tuple[Any, ...]) -> None:
         method_of(worker, method)(*args)
     except Exception:  # noqa: BLE001  (it must not disturb whoever told)
         _log.exception("%s(...) could not be followed", method)
+
+
+def on_loop(
+    loop: asyncio.AbstractEventLoop, thread: int, act: Callable[[], object], alone: Callable[[], object]
+) -> None:
+    """Do `act` on the loop (which runs on `thread`) that an executor belongs to, from any thread.
+
+    `alone` is done here instead where that loop has ended, and nobody can hear the ranks any more.
+    """
+    if threading.get_ident() == thread and loop.is_running():
+        act()
+        return
+    try:
+        loop.call_soon_threadsafe(act)
+    except RuntimeError:
+        alone()
 
 
 def silent(where: RankId, method: str, waited_s: float) -> RankAnswer:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from omni_notebook.errors import ArgumentError, ConfigError, WorkerDiedError
-from omni_notebook.executors.base import RankAnswer, shut_down, silent, told
+from omni_notebook.executors.base import RankAnswer, on_loop, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting, unseen
 from omni_notebook.executors.mp.messages import Order, Start, payload
 from omni_notebook.executors.mp.wire import pack
@@ -20,8 +20,6 @@ from omni_notebook.worker.vllm.versions import vllm_version, warn_if_untested
 from omni_notebook.worker.vllm.wire import LAST_WORDS, RankReply, packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from omni_notebook.executors.base import OnDeath
     from omni_notebook.protocol import RankId, RankStatus
     from omni_notebook.worker.reports import WorkerSpec
@@ -145,7 +143,7 @@ class HostedExecutor:
 
     def shutdown(self) -> None:
         """See `Executor.shutdown`."""
-        self._on_loop(self._shut_down)
+        on_loop(self._loop, self._thread, self._shut_down, self._link.kill)
 
     def _shut_down(self) -> None:
         if not self._closed:
@@ -156,15 +154,6 @@ class HostedExecutor:
     def ended(self) -> bool:
         """See `Executor.ended`."""
         return self._link.ended
-
-    def _on_loop(self, act: Callable[[], object]) -> None:
-        if threading.get_ident() == self._thread and self._loop.is_running():
-            act()
-            return
-        try:
-            self._loop.call_soon_threadsafe(act)
-        except RuntimeError:  # the loop has ended, and nobody can hear the host any more
-            self._link.kill()
 
 
 def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:

@@ -100,13 +100,6 @@ class VllmScheduler:
             del self._running[request.request_id]
         _deliver(request, output.finish_reason)
 
-    def fail(self, request_ids: Iterable[str], error: BaseException) -> None:
-        """End requests with an error."""
-        for request_id in request_ids:
-            request = self._running.pop(request_id, None)
-            if request is not None:
-                request.end(RequestState.FAILED, error)
-
     def requeue(self) -> None:
         """VLLM is gone with all that it had: running requests wait again, and go on after what they have."""
         for request in sorted(self._running.values(), key=lambda one: one.arrived_s, reverse=True):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PLAN = "red star top center"
 THINKER = str(DEMO_FOLDER / "thinker")
 
 

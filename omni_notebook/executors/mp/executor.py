@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from omni_notebook.errors import ArgumentError
-from omni_notebook.executors.base import RankAnswer, shut_down, silent, told
+from omni_notebook.executors.base import RankAnswer, on_loop, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting
 from omni_notebook.executors.mp.messages import ASKED, Ask, LogLevel, Order, Start, Tell, payload
 from omni_notebook.executors.mp.placement import places
@@ -53,8 +53,7 @@ class MpExecutor:
                 self._links.append(link)
                 link.send(pack(Start(worker or WORKER, payload(spec), place.cpus)))
         except BaseException:
-            for link in self._links:
-                link.kill()
+            self._kill()
             raise
 
     def _died(self, where: RankId, error: WorkerDiedError) -> None:
@@ -170,14 +169,11 @@ class MpExecutor:
         return all(link.ended for link in self._links)
 
     def _on_loop(self, act: Callable[[], object]) -> None:
-        if threading.get_ident() == self._thread and self._loop.is_running():
-            act()
-            return
-        try:
-            self._loop.call_soon_threadsafe(act)
-        except RuntimeError:  # the loop has ended, and nobody can hear the ranks any more
-            for link in self._links:
-                link.kill()
+        on_loop(self._loop, self._thread, act, self._kill)
+
+    def _kill(self) -> None:
+        for link in self._links:
+            link.kill()
 
 
 class _Asked(NamedTuple):

@@ -7,7 +7,7 @@ measure or give back.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.platforms import current_platform
@@ -45,8 +45,3 @@ class OmniWorkerExtension:
     def omni_call(self, number: int, method: str, arguments: bytes) -> None:
         """Carry an order out and send its answer, whatever becomes of it."""
         self.omni_rank.answer(number, method, arguments)
-
-
-def worker_of(extension: OmniWorkerExtension) -> Any:
-    """The vLLM worker that the extension is mixed into."""
-    return extension

@@ -18,7 +18,6 @@ class PlanGrammarProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
         self._grammar = PlanGrammar.load(vllm_config.model_config.model)
-        self._device = device
         self._states: dict[int, _Sequence] = {}
 
     def is_argmax_invariant(self) -> bool:

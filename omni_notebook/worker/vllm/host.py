@@ -218,8 +218,8 @@ class VllmHost:
         return sorted(answer) if isinstance(answer, set) else answer
 
     async def _after(self, method: str) -> None:
-        """What was computed with memory that goes, or with other weights, must not be used again."""
-        if method in {"prepare_sleep", "load_weights", "revoke_weights"}:
+        """Before memory goes, give up the caches that take some; what else is stale is cleared by the next thaw."""
+        if method == "prepare_sleep":
             await self._clear_caches()
 
     async def _clear_caches(self) -> None:

@@ -193,6 +193,17 @@ def test_ctrl_c_at_the_parent_does_not_reach_the_ranks(parent: Callable[[str], P
     assert runs(one.ranks[0])
 
 
+def test_ranks_share_the_scheduling_group_of_their_parent(parent: Callable[[str], Parent]) -> None:
+    """A session of their own would be an autogroup of their own: beside ranks that compute, the kernel then let a
+    parent that mostly waits stand runnable for a second and a half, and tokens came in one lump at the end."""
+    one = parent("asyncio.run(main('wait', 600.0))")
+    assert {os.getsid(pid) for pid in one.ranks} == {os.getsid(one.process.pid)}
+    assert os.getpgid(one.process.pid) not in {os.getpgid(pid) for pid in one.ranks}
+    group = Path(f"/proc/{one.process.pid}/autogroup")
+    if group.exists():
+        assert {Path(f"/proc/{pid}/autogroup").read_text() for pid in one.ranks} == {group.read_text()}
+
+
 def test_a_parent_that_ends_by_an_exception_leaves_nothing(parent: Callable[[str], Parent]) -> None:
     one = parent("""
     async def failing():

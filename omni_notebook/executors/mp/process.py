@@ -78,7 +78,7 @@ def _start(far: socket.socket, log: int, place: Place | None) -> subprocess.Pope
             stdout=log,
             stderr=log,
             pass_fds=(far.fileno(), me),
-            start_new_session=True,
+            process_group=0,  # not a session: one is an autogroup, and ranks that compute starve who waits for them
             env=_environment(place),
         )
     finally:

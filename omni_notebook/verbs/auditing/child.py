@@ -38,7 +38,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # a terminal's Ctrl-C is for us
+            process_group=0,  # a terminal's Ctrl-C is for us
         )
         self.pid = self._process.pid
 

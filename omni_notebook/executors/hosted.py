@@ -28,6 +28,8 @@ HOST = "omni_notebook.worker.vllm.host:VllmHost"
 """The class that the host process makes, as "module:Class"."""
 _RAISED = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*$")
 _POINTS_ELSEWHERE = re.compile(r"[Ss]ee (?:root cause|stack trace)|initialization failed")
+_FATAL = "EngineCore encountered a fatal error"
+"""What vLLM prints when its engine core ends by an error of its own."""
 GRACE_S = 2.0
 """The host says itself which ranks were silent; it is given this long to say so."""
 
@@ -161,8 +163,10 @@ def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
     said = next((line for line in reversed(error.log_lines) if line.startswith(LAST_WORDS)), None)
     if said is None:
         return error
+    cause = _last_raised(error.log_lines) if any(_FATAL in line for line in error.log_lines) else None
     message = (
-        f"stage {where.stage_id}: {said.removeprefix(LAST_WORDS)}; other stages go on, call restart({where.stage_id})"
+        f"stage {where.stage_id}: {said.removeprefix(LAST_WORDS)}{'' if cause is None else f' ({cause})'}; "
+        f"other stages go on, call restart({where.stage_id})"
     )
     rank = re.match(r"rank (\d+)", said.removeprefix(LAST_WORDS))
     return WorkerDiedError(
@@ -175,9 +179,14 @@ def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
 
 def _root_cause(error: RuntimeError, log_lines: list[str], where: RankId) -> str:
     """VLLM's error with the one that it had printed before: that of the process in which it happened."""
-    found = [match for line in log_lines if (match := _RAISED.search(line)) and not _POINTS_ELSEWHERE.search(line)]
-    cause = found[-1][0].rstrip(".") if found else " ".join(str(error).split())
+    cause = _last_raised(log_lines) or " ".join(str(error).split())
     return f"stage {where.stage_id}: vLLM could not start: {cause}. Nothing is left of it"
+
+
+def _last_raised(log_lines: list[str]) -> str | None:
+    """The last error that was printed and does not point to another."""
+    found = [match for line in log_lines if (match := _RAISED.search(line)) and not _POINTS_ELSEWHERE.search(line)]
+    return found[-1][0].partition(", please check")[0].rstrip(".") if found else None
 
 
 def _answer(where: RankId, method: str, data: bytes) -> RankAnswer:

@@ -20,6 +20,7 @@ from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ConfigError, StageFailedError
 from omni_notebook.worker.vllm.versions import UntestedVersionWarning, warn_if_untested
 from tests.engine.engine_helpers import collect, until
+from tests.vllm import falling
 from tests.vllm.conftest import NOTHING, SMALL, Left
 
 if TYPE_CHECKING:
@@ -71,6 +72,26 @@ def test_a_process_that_is_killed_fails_the_stage_by_name_and_a_restart_serves_a
     asyncio.run(scenario())
 
 
+def test_a_step_that_raises_fails_the_stage_and_everybody_hears_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    falling.install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL)
+
+    async def scenario() -> None:
+        golden = (await collect(engine))[-1].text
+        with pytest.raises(StageFailedError, match=rf"engine core .*{falling.WORDS}'\); .*restart\(0\)"):
+            await collect(engine, falling.FALLS)
+        await until(lambda: str(engine.status().stages[0].state) == "FAILED")
+        assert falling.WORDS in engine.status().stages[0].last_error
+        await engine.restart(0)
+        assert (await collect(engine))[-1].text == golden
+
+    with engine:
+        asyncio.run(scenario())
+
+
 def _broken(folder: Path) -> str:
     shutil.copytree(THINKER, folder)
     file = folder / "model.safetensors"
@@ -82,7 +103,11 @@ def _broken(folder: Path) -> str:
     ("arguments", "broken", "message"),
     [
         ({"no_such_option": 1}, False, "unexpected keyword argument 'no_such_option'"),
-        ({"kv_cache_memory_bytes": 1024}, False, "No available memory for the cache blocks"),
+        (
+            {"kv_cache_memory_bytes": 1024},
+            False,
+            "vailable memory for the cache|available KV cache memory",
+        ),
         ({}, True, "SafetensorError: .*file not fully covered"),
     ],
     ids=["unknown option", "no room for the cache", "half a checkpoint"],

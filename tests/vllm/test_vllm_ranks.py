@@ -14,6 +14,7 @@ import torch
 
 from omni_notebook.errors import AsleepError, ConfigError, SleepError, StageBusyError, UnsupportedError
 from omni_notebook.protocol import MIB, LoRARequest
+from omni_notebook.worker.vllm.versions import vllm_version
 from tests import adapters
 from tests.engine.engine_helpers import until
 
@@ -225,10 +226,9 @@ def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(
             assert time.perf_counter() - began_s < 20
         finally:
             os.kill(victim, signal.SIGCONT)
-        assert [(ack.rank, ack.metadata["error_code"]) for ack in caught.value.acks] == [
-            (0, "DEADLINE"),
-            (1, "DEADLINE"),
-        ]
+        idle, hanging = (ack.metadata["error_code"] for ack in caught.value.acks)
+        assert hanging == "DEADLINE"
+        assert idle in {"DEADLINE", "ROLLED_BACK"}  # vLLM 0.32 waits for all ranks already while it pauses
         assert str(two.status().stages[0].state) == "AWAKE"
         assert await tokens(two) == golden
 
@@ -251,6 +251,9 @@ def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) 
     asyncio.run(scenario())
 
 
+@pytest.mark.skipif(
+    vllm_version().startswith("0.24"), reason="vLLM 0.24's own adapters fail on a CPU with two ranks (einsum)"
+)
 def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni, tmp_path: Path) -> None:
     shapes = two._core.stages[0].model.adaptable
     path = adapters.write(tmp_path / "style", adapters.matrices(shapes, seed=1, size=2.0))

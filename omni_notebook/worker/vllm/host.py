@@ -56,6 +56,7 @@ _ADAPTER_ORDERS: dict[str, Callable[[engine.Adapters, Any], Awaitable[None]]] = 
 _SOCKET = "ranks"
 _BUFFER_BYTES = 4 * 1024 * 1024
 _DATAGRAM_BYTES = 1024 * 1024
+CORE = "vLLM's engine core"
 DIED = 70
 """The exit status of a host whose ranks have died."""
 
@@ -70,6 +71,7 @@ class VllmHost:
         self._names: set[str] = set()
         self._sentinel = leftovers.Sentinel(self._folder)
         self._llm: Any = None
+        self._core = 0
         self._adapters = engine.Adapters(lambda: self._llm)
         self._number = 0
         self._asked: dict[int, _Asked] = {}
@@ -115,7 +117,8 @@ class VllmHost:
         )
         await self._llm.collective_rpc("omni_attach", args=(packed(attach),))
         for process in multiprocessing.active_children():
-            self._watch(process.pid or 0, "vLLM's engine core")
+            self._core = process.pid or 0
+            self._watch(self._core, CORE)
 
     def _source(self) -> str | None:
         """The checkpoint folder that the weights come from; None where vLLM made them up."""
@@ -254,6 +257,8 @@ class VllmHost:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  (it belongs to whoever asked)
+            if engine.is_dead(error):
+                self._ended_with(self._core, CORE)
             self._put(TextOutput(request_id=request.request_id, fault=describe(error)))
 
     def _put(self, output: TextOutput) -> None:

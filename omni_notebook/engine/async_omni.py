@@ -267,7 +267,7 @@ class AsyncOmni(LoRACalls):
             while not done:
                 output = flow.ready()
                 if output is None:
-                    await self._run(lambda: flow.wait(deadline))
+                    await flow.wait(deadline, lambda: self._loop.closed)
                     continue
                 done = output.finished
                 yield output

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections import deque
+from math import inf
 from typing import TYPE_CHECKING, Self
 
+from omni_notebook.engine.loop import Bell
 from omni_notebook.protocol import AckEvent, Event, StateEvent
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Subscription:
         self._samples: deque[tuple[int, Event]] = deque(maxlen=SAMPLES_KEPT)
         self._count = 0
         self._closed = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._bell = Bell()
 
     def push(self, event: Event) -> None:
         """Take an event, from any thread."""
@@ -38,8 +39,7 @@ class Subscription:
             queue = self._facts if isinstance(event, AckEvent | StateEvent) else self._samples
             queue.append((self._count, event))
             self._count += 1
-            waiter, self._waiter = self._waiter, None
-        _resolve(waiter)
+        self._bell.ring()
 
     def __aiter__(self) -> Self:
         return self
@@ -52,8 +52,10 @@ class Subscription:
                     return event
                 if self._closed:
                     raise StopAsyncIteration
-                waiter = self._waiter = asyncio.get_running_loop().create_future()
-            await waiter
+            await self._bell.until(self._has_news, lambda: inf)
+
+    def _has_news(self) -> bool:
+        return bool(self._facts or self._samples or self._closed)
 
     def _pop(self) -> Event | None:
         queues = [queue for queue in (self._facts, self._samples) if queue]
@@ -66,8 +68,7 @@ class Subscription:
         self._hub.remove(self)
         with self._lock:
             self._closed = True
-            waiter, self._waiter = self._waiter, None
-        _resolve(waiter)
+        self._bell.ring()
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,7 +85,7 @@ class EventHub:
     def __init__(self, record: Callable[[Event], None] | None = None) -> None:
         self._record = record
         self._lock = threading.Lock()
-        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        self._refs: tuple[weakref.ref[Subscription], ...] = ()
         self._closed = False
 
     def subscribe(self) -> Subscription:
@@ -92,7 +93,7 @@ class EventHub:
         subscription = Subscription(self)
         with self._lock:
             closed = self._closed
-            self._subscriptions.add(subscription)
+            self._refs = (*self._alive_but(None), weakref.ref(subscription))
         if closed:
             subscription.close()
         return subscription
@@ -100,7 +101,10 @@ class EventHub:
     def remove(self, subscription: Subscription) -> None:
         """Forget one."""
         with self._lock:
-            self._subscriptions.discard(subscription)
+            self._refs = self._alive_but(subscription)
+
+    def _alive_but(self, gone: Subscription | None) -> tuple[weakref.ref[Subscription], ...]:
+        return tuple(one for one in self._refs if one() not in {None, gone})
 
     def push(self, event: Event) -> None:
         """Tell everyone."""
@@ -117,14 +121,4 @@ class EventHub:
             subscription.close()
 
     def _everyone(self) -> list[Subscription]:
-        with self._lock:
-            return list(self._subscriptions)
-
-
-def _resolve(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is None:
-        return
-    try:
-        waiter.get_loop().call_soon_threadsafe(lambda: None if waiter.done() else waiter.set_result(None))
-    except RuntimeError:  # the consumer's loop has ended
-        return
+        return [subscription for one in self._refs if (subscription := one()) is not None]

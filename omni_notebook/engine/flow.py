@@ -8,7 +8,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import DeadlineError, OmniError
+from omni_notebook.engine.loop import Bell
+from omni_notebook.errors import DeadlineError, EngineClosedError, OmniError
 from omni_notebook.protocol import (
     CompletionOutput,
     LoRARequest,
@@ -18,12 +19,12 @@ from omni_notebook.protocol import (
     RequestState,
 )
 from omni_notebook.stages.requests import StageOutput, StageRequest
-from omni_notebook.stages.waiting import Deadline, Signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_notebook.stages.stage import Stage
+    from omni_notebook.stages.waiting import Deadline
 
 NEVER_S = 10 * 365 * 24 * 3600.0
 
@@ -61,7 +62,7 @@ class Flow:
         self._on_end = on_end
         self._outputs: deque[OmniRequestOutput | BaseException] = deque()
         self._lock = threading.Lock()
-        self._changed = Signal()
+        self._bell = Bell()
 
     @property
     def stage(self) -> Stage:
@@ -147,7 +148,7 @@ class Flow:
         self._left_upstream()
         if error is not None:
             self._outputs.append(error)
-        self._changed.notify()
+        self._bell.ring()
         for stage in self.route:
             stage.kick()  # its end may have made room for another one at the connector
         self._on_end(self)
@@ -159,7 +160,7 @@ class Flow:
             if isinstance(tail, OmniRequestOutput) and _same_partial(tail, output):
                 self._outputs.pop()
             self._outputs.append(output)
-        self._changed.notify()
+        self._bell.ring()
 
     def _request_output(self, output: StageOutput, stage: Stage, *, ends: bool) -> OmniRequestOutput:
         lora = next((found for passed in self.route[: self.at + 1] if (found := self._lora(passed))), None)
@@ -193,19 +194,23 @@ class Flow:
             raise output
         return output
 
-    async def wait(self, deadline: Deadline) -> None:
-        """Return once an output is there.
+    async def wait(self, deadline: Deadline, closed: Callable[[], bool]) -> None:
+        """Return once an output is there; on the loop of whoever asks.
 
         Raises:
             DeadlineError: none came in time; the request goes on.
+            EngineClosedError: `closed()`, and none will come.
         """
-        if not await self._changed.until(lambda: bool(self._outputs), deadline):
+        if not await self._bell.until(lambda: bool(self._outputs) or closed(), deadline.left_s):
             stage = self.stage
             msg = (
                 f"request {self.request_id} had not ended after {deadline.seconds:g} s; it is in stage "
                 f"{stage.stage_id} ({stage.state}, pause {stage.pause_state})"
             )
             raise DeadlineError(msg)
+        if not self._outputs:
+            msg = f"the engine was shut down while request {self.request_id} was in progress; start a new one"
+            raise EngineClosedError(msg)
 
 
 def _id(lora: LoRARequest | None) -> int:

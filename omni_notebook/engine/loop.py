@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omni_notebook.errors import EngineClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
 TICK_S = 0.1
@@ -37,6 +37,11 @@ class EngineLoop:
     async def _serve(self) -> None:
         self._started.set_result(asyncio.get_running_loop())
         await self._stop.wait()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was stopped."""
+        return self._closed
 
     @property
     def here(self) -> bool:
@@ -65,6 +70,41 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
 
+class Bell:
+    """Wakes the one who waits at it, on whatever loop that is; anybody may ring, on any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """Something changed. Costs next to nothing while nobody waits."""
+        with self._lock:
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            with contextlib.suppress(RuntimeError):  # the loop that waited has ended
+                waiter.get_loop().call_soon_threadsafe(_set, waiter)
+
+    async def until(self, predicate: Callable[[], bool], seconds: Callable[[], float]) -> bool:
+        """Whether `predicate` became true while `seconds()` were left; each ring and every `TICK_S` is a look."""
+        while not predicate():
+            waiter = asyncio.get_running_loop().create_future()
+            with self._lock:
+                self._waiter = waiter
+            if predicate():  # between the look and the place in line
+                return True
+            left_s = seconds()
+            if left_s <= 0.0:
+                return False
+            await asyncio.wait({waiter}, timeout=min(left_s, TICK_S))
+        return True
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 async def ended(work: Future[Any]) -> None:
     """Return when work on another thread or loop has ended; whoever cancels the caller cancels nothing else.
 
@@ -73,13 +113,9 @@ async def ended(work: Future[Any]) -> None:
     loop = asyncio.get_running_loop()
     told: asyncio.Future[None] = loop.create_future()
 
-    def tell() -> None:
-        if not told.done():
-            told.set_result(None)
-
     def hear(_work: Future[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(_set, told)
 
     work.add_done_callback(hear)
     while not work.done():

@@ -1,0 +1,81 @@
+"""A bell wakes who waits at it: no ring is lost, none costs anything while nobody waits, every wait ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from math import inf
+
+from omni_notebook.engine.loop import Bell
+from omni_notebook.stages.waiting import Deadline
+
+
+def test_a_ring_on_another_thread_wakes_at_once() -> None:
+    bell, found = Bell(), []
+
+    async def wait() -> float:
+        threading.Timer(0.03, lambda: (found.append(time.perf_counter()), bell.ring())).start()
+        assert await bell.until(lambda: bool(found), lambda: inf)
+        return time.perf_counter() - found[0]
+
+    assert asyncio.run(wait()) < 0.05  # well below the tick, which would find it too
+
+
+def test_a_ring_between_the_look_and_the_place_in_line_is_not_lost() -> None:
+    bell, looks = Bell(), []
+
+    def look() -> bool:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            bell.ring()
+        return len(looks) > 1
+
+    began_s = time.perf_counter()
+    assert asyncio.run(bell.until(look, lambda: inf))
+    assert time.perf_counter() - began_s < 0.05
+
+
+def test_a_wait_ends_at_its_deadline_and_when_nobody_rings_for_what_is_there() -> None:
+    bell = Bell()
+    assert not asyncio.run(bell.until(lambda: False, Deadline(0.15).left_s))
+    begun = time.monotonic()
+    assert asyncio.run(bell.until(lambda: time.monotonic() - begun > 0.05, Deadline(5).left_s))
+
+
+def test_rings_at_a_loop_that_has_ended_harm_nobody() -> None:
+    bell = Bell()
+
+    async def leave() -> None:
+        task = asyncio.create_task(bell.until(lambda: False, lambda: inf))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(leave())
+    bell.ring()
+    bell.ring()
+    assert asyncio.run(bell.until(lambda: True, lambda: inf))
+
+
+def test_a_thousand_things_from_four_threads_are_all_seen() -> None:
+    bell, made = Bell(), []
+
+    def make() -> None:
+        for number in range(250):
+            made.append(number)
+            bell.ring()
+
+    async def read() -> int:
+        threads = [threading.Thread(target=make) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        seen = 0
+        async with asyncio.timeout(20):
+            while seen < 1000:
+                await bell.until(lambda: len(made) > seen, lambda: inf)  # noqa: B023  (awaited at once)
+                seen = len(made)
+        for thread in threads:
+            thread.join()
+        return seen
+
+    assert asyncio.run(read()) == 1000

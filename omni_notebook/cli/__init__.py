@@ -1,4 +1,4 @@
-"""The command line: `omni-notebook demo`, `doctor`, `history`, `where`. What a command needs is loaded when it runs."""
+"""The command line, `omni-notebook COMMAND`. What a command needs is loaded when it runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import omni_notebook
 from omni_notebook.cli import parsing
 from omni_notebook.errors import ArgumentError, OmniError
+from omni_notebook.verbs.parsing import PROG
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -43,6 +44,10 @@ def _run(command: str, args: Namespace) -> int:
         from omni_notebook.cli import demo  # noqa: PLC0415  (loaded when used)
 
         return demo.run(args)
+    if command == "serve":
+        from omni_notebook.server import command as serving  # noqa: PLC0415  (loaded when used)
+
+        return serving.run(args)
     if command in {"history", "where"}:
         from omni_notebook.cli import history  # noqa: PLC0415  (loaded when used)
 
@@ -54,7 +59,7 @@ def _run(command: str, args: Namespace) -> int:
 
 def _complain(what: object, status: int) -> int:
     with contextlib.suppress(BrokenPipeError):
-        sys.stderr.write(f"{parsing.PROG}: {' '.join(str(what).split())}\n")
+        sys.stderr.write(f"{PROG}: {' '.join(str(what).split())}\n")
     return status
 
 

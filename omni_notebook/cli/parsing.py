@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from omni_notebook.errors import ArgumentError
-from omni_notebook.verbs.parsing import did_you_mean, size
+from omni_notebook.verbs.parsing import PROG, CommandParser, did_you_mean, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PROG = "omni-notebook"
 PROMPT, SEED, STEPS, LEVEL, BALLAST, OUT = "a red star above a blue circle", 42, 20, 2, "256MiB", "demo-output"
 
 _ABOUT = "A memory cockpit for multi-stage generation: stages sleep, wake, and say what they gave back."
@@ -25,29 +24,8 @@ _DOCTOR_END = "Exit status: 0 the demo can run here, 1 it can not; the last line
 _HISTORY = "Show what ranks answered to sleeps and wakes, newest first; no engine is started."
 _WHERE = "Show where the history is kept: the file, its size and its rows."
 _WHERE_END = "Exit status: 0, or 1 if the file can not be used; the last line says why."
-COMMANDS = {"demo": _DEMO, "doctor": _DOCTOR, "history": _HISTORY, "where": _WHERE}
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and leave."""
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
-        """All of `args`; a word that is left over is a mistake, with the nearest option where there is one."""
-        read, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-        return read
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead.
-
-        Raises:
-            ArgumentError: always.
-        """
-        words = self.prog.removeprefix(PROG).strip()
-        msg = f"{words + ': ' if words else ''}{message} ({self.prog} --help)"
-        raise ArgumentError(msg)
+_SERVE = "Serve an engine over HTTP until Ctrl-C: sleep, wake, pause, status, events, images, chat."
+COMMANDS = {"demo": _DEMO, "serve": _SERVE, "doctor": _DOCTOR, "history": _HISTORY, "where": _WHERE}
 
 
 def read(argv: Sequence[str], version: str) -> tuple[str, argparse.Namespace]:
@@ -66,13 +44,13 @@ def read(argv: Sequence[str], version: str) -> tuple[str, argparse.Namespace]:
     if command not in COMMANDS:
         msg = f"unknown command {command!r}{did_you_mean(command, COMMANDS)}; commands are: {', '.join(COMMANDS)}"
         raise ArgumentError(msg)
-    make = {"demo": _demo, "doctor": _doctor, "history": _history, "where": _where}[command]
+    make = {"demo": _demo, "serve": _serve, "doctor": _doctor, "history": _history, "where": _where}[command]
     return command, make().parse_args(rest)
 
 
-def _top(version: str) -> Parser:
+def _top(version: str) -> CommandParser:
     commands = "\n".join(f"  {name:<8}{about}" for name, about in COMMANDS.items())
-    parser = Parser(
+    parser = CommandParser(
         prog=PROG,
         usage=f"{PROG} [--help] [--version] COMMAND [OPTION ...]",
         description=f"{_ABOUT}\n\ncommands:\n{commands}",
@@ -84,8 +62,8 @@ def _top(version: str) -> Parser:
     return parser
 
 
-def _command(name: str, epilog: str) -> Parser:
-    return Parser(
+def _command(name: str, epilog: str) -> CommandParser:
+    return CommandParser(
         prog=f"{PROG} {name}",
         description=COMMANDS[name],
         epilog=epilog,
@@ -94,7 +72,7 @@ def _command(name: str, epilog: str) -> Parser:
     )
 
 
-def _demo() -> Parser:
+def _demo() -> CommandParser:
     parser = _command("demo", _DEMO_END)
     add = parser.add_argument
     add("--prompt", default=PROMPT, metavar="TEXT", help=f"what to draw ({PROMPT!r})")
@@ -112,13 +90,19 @@ def _demo() -> Parser:
     return parser
 
 
-def _doctor() -> Parser:
+def _doctor() -> CommandParser:
     parser = _command("doctor", _DOCTOR_END)
     parser.add_argument("--json", action="store_true", help="the same facts as JSON")
     return parser
 
 
-def _history() -> Parser:
+def _serve() -> CommandParser:
+    from omni_notebook.server.words import serve_parser  # noqa: PLC0415  (loaded when used)
+
+    return serve_parser(f"{PROG} serve", _SERVE)
+
+
+def _history() -> CommandParser:
     from omni_notebook.verbs.history import add_wishes, number  # noqa: PLC0415  (loaded when used)
 
     parser = _command("history", "Files get what is shown; with --limit all everything that matches.")
@@ -127,5 +111,5 @@ def _history() -> Parser:
     return parser
 
 
-def _where() -> Parser:
+def _where() -> CommandParser:
     return _command("where", _WHERE_END)

@@ -48,8 +48,7 @@ class Start:
         """The model, and every option of a stage that a notebook sets."""
         parser.add_argument("model", nargs="?", default=config.DEMO, help="demo, a pipeline file or a model folder")
         parser.add_argument("--replace", action="store_true", help="stop the engine that is running first")
-        _add_memory(parser)
-        _add_placement(parser)
+        add_stage_options(parser)
 
     def run(self, session: Session, args: argparse.Namespace) -> Engine:
         """The new engine, ready."""
@@ -84,7 +83,13 @@ class Start:
         return True
 
 
-def _add_memory(parser: VerbParser) -> None:
+def add_stage_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a stage that people set; those that were not given are not in the result."""
+    _add_memory(parser)
+    _add_placement(parser)
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--ballast",
@@ -131,7 +136,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _add_placement(parser: VerbParser) -> None:
+def _add_placement(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("placement")
     group.add_argument(
         "--tp",

@@ -12,14 +12,37 @@ from omni_notebook.errors import ArgumentError, ConfigError
 from omni_notebook.protocol import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+PROG = "omni-notebook"
 STAGE = "STAGE"
 TAG = "TAG"
 VERB = "VERB"
 REQUEST = "REQUEST"
 FOLDER = "FOLDER"
 LORA = "LORA"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and leave."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        """All of `args`; a word that is left over is a mistake, with the nearest option where there is one."""
+        read, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        return read
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead.
+
+        Raises:
+            ArgumentError: always.
+        """
+        words = self.prog.removeprefix(PROG).strip()
+        msg = f"{words + ': ' if words else ''}{message} ({self.prog} --help)"
+        raise ArgumentError(msg)
 
 
 class VerbParser(argparse.ArgumentParser):

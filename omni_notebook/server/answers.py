@@ -1,0 +1,81 @@
+"""What goes back: ACKs with one status, and an error of ours as a status code with one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.responses import JSONResponse
+
+from omni_notebook import errors
+from omni_notebook.protocol import AckStatus
+from omni_notebook.server.helping import requests_that_help
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.protocol import OmniACK
+    from omni_notebook.verbs.engine_api import Engine
+
+RETRY_S = 5
+"""What a client that met a closed gate is told to wait; a person must open it, so nobody knows better."""
+_STATUS: tuple[tuple[type[BaseException], int], ...] = (
+    (errors.ArgumentError, 422),
+    (errors.ConfigError, 422),
+    (errors.UnsupportedError, 501),
+    (errors.StageBusyError, 409),
+    (errors.PauseError, 409),
+    (errors.LoRAError, 409),
+    (errors.AsleepError, 503),
+    (errors.PausedError, 503),
+    (errors.NeedsWeightsError, 503),
+    (errors.StageFailedError, 503),
+    (errors.EngineClosedError, 503),
+    (errors.DeadlineError, 504),
+    (errors.OutOfMemoryError, 507),
+)
+"""The first that fits counts."""
+_RETRY = (errors.AsleepError, errors.PausedError, errors.NeedsWeightsError)
+_HELPS = (errors.StageFailedError, errors.PauseError)
+_ACK_STATUS = {"DEADLINE": 504, "OUT_OF_MEMORY": 507}
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status of an error of ours."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+def problem(error: errors.OmniError, engine: Engine) -> JSONResponse:
+    """An error of ours, in OpenAI's form; where something is closed, `help` has the requests that open it."""
+    retry = isinstance(error, _RETRY)
+    helping = requests_that_help(engine.status()) if retry or isinstance(error, _HELPS) else []
+    headers = {"Retry-After": str(RETRY_S)} if retry else None
+    return refusal(status_of(error), str(error), error.error_code, headers, helping)
+
+
+def refusal(
+    status: int,
+    message: str,
+    code: str,
+    headers: dict[str, str] | None = None,
+    helping: Sequence[dict[str, Any]] = (),
+) -> JSONResponse:
+    """One line about what is wrong."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": " ".join(message.split()), "type": kind, "code": code}
+    body = {"status": "ERROR", "error": error, **({"help": list(helping)} if helping else {})}
+    return JSONResponse(body, status, headers=headers)
+
+
+def acks_answer(acks: Sequence[OmniACK]) -> JSONResponse:
+    """`{"status", "acks"}`: SUCCESS if all ranks did it, SKIPPED if there was nothing to do, else ERROR."""
+    failed = [ack for ack in acks if ack.status != AckStatus.SUCCESS]
+    listed: list[dict[str, Any]] = [msgspec.to_builtins(ack) for ack in acks]
+    if not failed:
+        done = "SKIPPED" if acks and all(ack.metadata["noop"] for ack in acks) else "SUCCESS"
+        return JSONResponse({"status": done, "acks": listed})
+    first = failed[0]
+    code = first.metadata["error_code"] or "RANK_ERROR"
+    message = f"stage {first.stage_id} rank {first.rank}: {first.error_msg}"
+    error = {"message": " ".join(message.split()), "type": "server_error", "code": code}
+    return JSONResponse({"status": "ERROR", "acks": listed, "error": error}, _ACK_STATUS.get(code, 500))

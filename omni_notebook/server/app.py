@@ -1,0 +1,74 @@
+"""The application: routes, guards, and errors as answers."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import JSONResponse, Response
+
+import omni_notebook
+from omni_notebook.errors import OmniError
+from omni_notebook.server import control, openai
+from omni_notebook.server.answers import problem, refusal
+from omni_notebook.server.guards import BodyGuard, KeyGuard
+from omni_notebook.server.leaving import ClientGone
+
+if TYPE_CHECKING:
+    from omni_notebook.server.settings import ServerSettings
+    from omni_notebook.verbs.engine_api import Engine
+
+GONE = 499
+"""Nobody reads it; nginx's number for a client that closed its connection."""
+
+
+def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
+    """An application that serves this engine; it does not own it."""
+    app = FastAPI(title="omni-notebook", version=omni_notebook.__version__, docs_url=None, redoc_url=None)
+    app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
+    app.include_router(control.router)
+    app.include_router(openai.router)
+    app.get("/health", tags=["health"])(_health)
+    app.add_exception_handler(openai.UnknownModelError, openai.unknown_model)
+    app.add_exception_handler(OmniError, _problem)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientGone, _gone)
+    app.add_middleware(BodyGuard, most=settings.body_bytes)
+    if settings.api_key is not None:
+        app.add_middleware(KeyGuard, key=settings.api_key)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts), www_redirect=False)
+    return app
+
+
+async def _health(request: Request) -> JSONResponse:
+    """Whether every stage can work."""
+    await request.app.state.engine.check_health()
+    return JSONResponse({"status": "ok"})
+
+
+def _problem(request: Request, error: Any) -> Response:
+    return problem(error, request.app.state.engine)
+
+
+def _invalid(_request: Request, error: Any) -> Response:
+    return refusal(422, "; ".join(_one(found) for found in error.errors()), "BAD_ARGUMENT")
+
+
+def _one(found: dict[str, Any]) -> str:
+    """`body.level: Input should be 1 or 2`."""
+    where = ".".join(str(part) for part in found["loc"])
+    what = "there is no such field" if found["type"] == "extra_forbidden" else found["msg"]
+    return f"{where}: {what}"
+
+
+def _http(_request: Request, error: Any) -> Response:
+    return refusal(error.status_code, error.detail, "HTTP", dict(error.headers or {}))
+
+
+def _gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=GONE)

@@ -1,0 +1,192 @@
+"""The bodies of requests. Unknown fields are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from omni_notebook.protocol import OmniSamplingParams
+
+Seconds = Annotated[float, Field(gt=0, le=86_400, description="seconds")]
+StageIds = Annotated[list[int] | None, Field(min_length=1, description="stages; null: all of them")]
+MAX_IMAGES = 16
+
+
+class Body(BaseModel):
+    """A request's JSON object."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SleepBody(Body):
+    """`POST /v1/omni/sleep`."""
+
+    stage_ids: StageIds = None
+    level: Annotated[Literal[1, 2], Field(description="1 keeps the weights on the host, 2 discards them")] = 1
+    mode: Annotated[
+        Literal["abort", "wait", "keep"] | None, Field(description="quiesce first; null refuses a busy stage")
+    ] = None
+    timeout: Seconds | None = None
+    discard: Annotated[
+        bool, Field(description="level 2 also where no checkpoint has the weights: they are then lost")
+    ] = False
+
+
+class WakeBody(Body):
+    """`POST /v1/omni/wakeup`."""
+
+    stage_ids: StageIds = None
+    tags: Annotated[list[str] | None, Field(min_length=1, description="a part of the memory; null: all")] = None
+    reload: Annotated[bool, Field(description="false maps a level-2 sleeper without loading")] = True
+    timeout: Seconds | None = None
+
+
+class PauseBody(Body):
+    """`POST /v1/omni/pause`."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    stage_ids: StageIds = None
+    wait_for_inflight_requests: bool = False
+    clear_cache: bool = True
+    timeout: Seconds | None = None
+
+
+class ResumeBody(Body):
+    """`POST /v1/omni/resume`."""
+
+    stage_ids: StageIds = None
+
+
+class WeightsBody(Body):
+    """`POST /v1/omni/weights`: a checkpoint folder on the server's machine."""
+
+    stage_id: int
+    path: Annotated[str, Field(min_length=1)]
+    version: str | None = None
+    timeout: Seconds | None = None
+
+
+class LoraBody(Body):
+    """`POST /v1/omni/loras`: an adapter's folder on the server's machine."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_int_id: Annotated[int, Field(ge=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    stage_ids: StageIds = None
+    timeout: Seconds | None = None
+
+
+class RestartBody(Body):
+    """`POST /v1/omni/restart`."""
+
+    stage_id: int
+    timeout: Seconds | None = None
+
+
+class AbortBody(Body):
+    """`POST /v1/omni/abort`."""
+
+    request_id: Annotated[str, Field(min_length=1)]
+
+
+class Sampling(Body):
+    """`sampling_params`: the fields of `OmniSamplingParams`."""
+
+    seed: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    width: int | None = None
+    height: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_token_ids: list[int] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """What was said, by the names of `OmniSamplingParams`."""
+        said = self.model_dump(exclude_none=True)
+        return {name: said[name] for name in OmniSamplingParams.__struct_fields__ if name in said}
+
+
+class ExtraBody(Body):
+    """What OpenAI's clients send as `extra_body`, where it was put into the body as it is."""
+
+    sampling_params: Sampling | None = None
+
+
+class ImagesBody(Sampling):
+    """`POST /v1/images/generations`: OpenAI's fields, and the sampling parameters at the top level or below."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="images; each has the seed after the last one's")] = 1
+    size: Annotated[str | None, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")] = None
+    response_format: Annotated[Literal["b64_json"], Field(description="no links: nothing is stored here")] = "b64_json"
+    output_format: Literal["png"] = "png"
+    user: str | None = None
+    sampling_params: Sampling | None = None
+    extra_body: ExtraBody | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters; the more deeply they were said, the stronger."""
+        params = self.given()
+        if self.size not in {None, "auto"}:
+            width, _, height = str(self.size).partition("x")
+            params |= {"width": int(width), "height": int(height)}
+        nested = [self.sampling_params, self.extra_body.sampling_params if self.extra_body else None]
+        for one in nested:
+            params |= one.given() if one else {}
+        return params
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(Body):
+    """`stream_options`."""
+
+    include_usage: bool = False
+
+
+class ChatBody(Sampling):
+    """`POST /v1/chat/completions`: OpenAI's fields for text, and the sampling parameters."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    n: Literal[1] = 1
+    modalities: list[Literal["text"]] | None = None
+    user: str | None = None
+    sampling_params: Sampling | None = None
+    extra_body: ExtraBody | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters; the more deeply they were said, the stronger."""
+        params = self.given()
+        if self.max_completion_tokens is not None:
+            params["max_tokens"] = self.max_completion_tokens
+        nested = [self.sampling_params, self.extra_body.sampling_params if self.extra_body else None]
+        for one in nested:
+            params |= one.given() if one else {}
+        return params

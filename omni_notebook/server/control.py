@@ -1,0 +1,141 @@
+"""`/v1/omni/…`: the orders of the cockpit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from sse_starlette.sse import EventSourceResponse
+from starlette.responses import JSONResponse
+
+from omni_notebook.protocol import LoRARequest
+from omni_notebook.server.answers import acks_answer
+from omni_notebook.server.bodies import (
+    AbortBody,
+    LoraBody,
+    PauseBody,
+    RestartBody,
+    ResumeBody,
+    SleepBody,
+    WakeBody,
+    WeightsBody,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from omni_notebook.verbs.engine_api import Engine
+
+router = APIRouter(prefix="/v1/omni", tags=["omni"])
+
+
+def engine_of(request: Request) -> Engine:
+    """The engine that the server serves."""
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+Served = Annotated[Any, Depends(engine_of)]
+
+
+@router.post("/sleep")
+async def sleep(body: SleepBody, engine: Served) -> JSONResponse:
+    """Put stages to sleep; one measured ACK a rank."""
+    acks = await engine.sleep(
+        body.stage_ids, body.level, body.mode, body.timeout, discard=body.discard, raise_on_error=False
+    )
+    return acks_answer(acks)
+
+
+@router.post("/wakeup")
+async def wakeup(body: WakeBody, engine: Served) -> JSONResponse:
+    """Wake stages, or some of their tags; one measured ACK a rank."""
+    acks = await engine.wake_up(body.stage_ids, body.tags, body.reload, body.timeout, raise_on_error=False)
+    return acks_answer(acks)
+
+
+@router.post("/pause")
+async def pause(body: PauseBody, engine: Served) -> JSONResponse:
+    """Close admission, and with "keep" the schedulers of diffusion stages."""
+    await engine.pause_generation(
+        body.mode, body.stage_ids, body.wait_for_inflight_requests, body.clear_cache, body.timeout
+    )
+    return _done()
+
+
+@router.post("/resume")
+async def resume(body: ResumeBody, engine: Served) -> JSONResponse:
+    """Open what a pause closed."""
+    await engine.resume_generation(body.stage_ids)
+    return _done()
+
+
+@router.post("/weights")
+async def weights(body: WeightsBody, engine: Served) -> JSONResponse:
+    """Load a checkpoint folder into a stage."""
+    await engine.load_weights(body.stage_id, body.path, body.version, body.timeout)
+    return _done(weight_version=engine.status().stages[body.stage_id].weight_version)
+
+
+@router.get("/loras")
+async def loras(engine: Served) -> JSONResponse:
+    """The adapters of each stage."""
+    return JSONResponse({"stages": [_loras(stage) for stage in engine.status().stages]})
+
+
+def _loras(stage: Any) -> dict[str, Any]:
+    return {"stage_id": stage.stage_id, "loras": msgspec.to_builtins(stage.loras)}
+
+
+@router.post("/loras")
+async def add_lora(body: LoraBody, engine: Served) -> JSONResponse:
+    """Add an adapter."""
+    request = LoRARequest(body.lora_name, body.lora_int_id, body.lora_path)
+    return _done(added=await engine.add_lora(request, body.stage_ids, body.timeout))
+
+
+@router.delete("/loras/{lora_int_id}")
+async def remove_lora(lora_int_id: int, engine: Served) -> JSONResponse:
+    """Remove an adapter."""
+    return _done(removed=await engine.remove_lora(lora_int_id))
+
+
+@router.post("/restart")
+async def restart(body: RestartBody, engine: Served) -> JSONResponse:
+    """Start a stage's ranks anew, from its last checkpoint."""
+    await engine.restart(body.stage_id, body.timeout)
+    return _done()
+
+
+@router.post("/abort")
+async def abort(body: AbortBody, engine: Served) -> JSONResponse:
+    """End a request; whether it was in progress."""
+    return _done(found=await engine.abort(body.request_id))
+
+
+@router.get("/status")
+async def status(engine: Served) -> JSONResponse:
+    """A snapshot of all stages and ranks; waits for nobody."""
+    return JSONResponse(msgspec.to_builtins(engine.status()))
+
+
+@router.get("/events")
+async def events(engine: Served) -> EventSourceResponse:
+    """The status, then ACKs, state changes, memory samples and request progress as server-sent events."""
+    return EventSourceResponse(_lines(engine), ping=15)
+
+
+async def _lines(engine: Engine) -> AsyncIterator[dict[str, str]]:
+    subscription = engine.subscribe()
+    try:
+        yield {"event": "status", "data": msgspec.json.encode(engine.status()).decode()}
+        async for event in subscription:
+            found = msgspec.to_builtins(event)
+            yield {"event": found["type"], "data": msgspec.json.encode(found).decode()}
+    finally:
+        subscription.close()
+
+
+def _done(**more: Any) -> JSONResponse:
+    return JSONResponse({"status": "SUCCESS", **more})

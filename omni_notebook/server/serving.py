@@ -1,0 +1,100 @@
+"""Listening: on a thread beside a notebook, or for a process's whole life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from omni_notebook.errors import ConfigError, DeadlineError
+from omni_notebook.server.app import make_app
+
+if TYPE_CHECKING:
+    from omni_notebook.server.settings import ServerSettings
+    from omni_notebook.verbs.engine_api import Engine
+
+STARTING_S = 20.0
+GRACE_S = 10
+"""Requests in progress are given this long when the server ends."""
+
+
+class Server:
+    """Serves an engine until `stop`; the engine stays as it is.
+
+    Raises:
+        ConfigError: the address is taken or not this machine's; nothing listens.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings, listening: socket.socket | None = None) -> None:
+        self.settings = settings
+        self._socket = listen(settings) if listening is None else listening
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            make_app(engine, settings),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+            h11_max_incomplete_event_size=64 * 1024,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        return f"http://{host}:{self.port}"
+
+    def start(self) -> None:
+        """Serve on a thread of its own; returns once it answers.
+
+        Raises:
+            DeadlineError: it did not begin in time.
+        """
+        self._thread = threading.Thread(target=self._alone, name="omni-server", daemon=True)
+        self._thread.start()
+        waiting = threading.Event()
+        for _ in range(int(STARTING_S / 0.01)):
+            if self._server.started or not self._thread.is_alive():
+                break
+            waiting.wait(0.01)
+        if not self._server.started:
+            msg = f"the server on {self.url} did not begin within {STARTING_S:g} s"
+            raise DeadlineError(msg)
+
+    def _alone(self) -> None:
+        with asyncio.Runner() as runner:
+            runner.run(self._server.serve([self._socket]))
+
+    def stop(self) -> None:
+        """Take no more requests, let those in progress end for `GRACE_S`, return when nothing listens."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(GRACE_S + 5)
+        self._socket.close()
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """A socket at the server's address, from which nobody is answered yet.
+
+    Raises:
+        ConfigError: the address is taken or not this machine's.
+    """
+    try:
+        infos = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
+        with contextlib.ExitStack() as undo:
+            listening = undo.enter_context(socket.socket(family, kind, protocol))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            undo.pop_all()
+    except OSError as error:
+        msg = f"can not listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port or --host"
+        raise ConfigError(msg) from error
+    return listening

@@ -38,6 +38,7 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientGone, _gone)
+    app.add_exception_handler(Exception, _bug)
     app.add_middleware(BodyGuard, most=settings.body_bytes)
     if settings.api_key is not None:
         app.add_middleware(KeyGuard, key=settings.api_key)
@@ -52,7 +53,7 @@ async def _health(request: Request) -> JSONResponse:
 
 
 def _problem(request: Request, error: Any) -> Response:
-    return problem(error, request.app.state.engine)
+    return problem(error, request.app.state.engine, order=request.url.path.startswith(control.PREFIX))
 
 
 def _invalid(_request: Request, error: Any) -> Response:
@@ -68,6 +69,11 @@ def _one(found: dict[str, Any]) -> str:
 
 def _http(_request: Request, error: Any) -> Response:
     return refusal(error.status_code, error.detail, "HTTP", dict(error.headers or {}))
+
+
+def _bug(_request: Request, error: Any) -> Response:
+    """What nobody foresaw; the server's log has its traceback."""
+    return refusal(500, f"an error of the server's own: {type(error).__name__}; its log says more", "BUG")
 
 
 def _gone(_request: Request, _error: Exception) -> Response:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from omni_notebook.verbs.engine_api import Engine
 
-router = APIRouter(prefix="/v1/omni", tags=["omni"])
+PREFIX = "/v1/omni"
+router = APIRouter(prefix=PREFIX, tags=["omni"])
 
 
 def engine_of(request: Request) -> Engine:

@@ -16,7 +16,7 @@ from omni_notebook.config import DEMO_FOLDER
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ArgumentError, ConfigError, EngineClosedError, SleepError, WakeError
 from omni_notebook.memory.spill import Spill
-from omni_notebook.protocol import OmniSamplingParams
+from omni_notebook.protocol import LoRARequest, OmniSamplingParams
 from omni_notebook.stages.waiting import CancelToken, Deadline, OrderCancelled, acquire
 from tests.engine.engine_helpers import PROMPT, collect, golden, slow, until
 
@@ -140,6 +140,20 @@ def test_wrong_types_of_parameters_are_refused_before_anything_starts(engine: As
     with pytest.raises(ArgumentError):
         asyncio.run(collect(engine, sampling_params=params))
     assert not engine._core._flows
+
+
+@pytest.mark.parametrize("what", ["weights", "lora", "model"])
+def test_a_path_with_a_nul_is_refused_as_an_argument(engine: AsyncOmni, what: str) -> None:
+    async def order() -> None:
+        if what == "weights":
+            await engine.load_weights(0, "a\0b")
+        elif what == "lora":
+            await engine.add_lora(LoRARequest("a", 1, "a\0b"))
+        else:
+            AsyncOmni("a\0b")
+
+    with pytest.raises(ArgumentError, match="holds a NUL"):
+        asyncio.run(order())
 
 
 @pytest.mark.parametrize("timeout", ["5", float("nan"), -1, True])

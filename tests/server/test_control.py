@@ -76,10 +76,12 @@ def test_the_state_is_the_engines_whoever_orders(http: httpx.Client, engine: Asy
         ("sleep", {"stages": [0]}, "body.stages: there is no such field"),
         ("sleep", {"stage_ids": [7]}, "there is no stage 7"),
         ("sleep", {"stage_ids": []}, "body.stage_ids: List should have at least 1 item"),
-        ("sleep", {"timeout": 0}, "body.timeout: Input should be greater than 0"),
+        ("sleep", {"timeout": 0}, "body.timeout: Input should be greater than or equal to 0.001"),
         ("sleep", {"mode": "now"}, "body.mode: Input should be 'abort', 'wait' or 'keep'"),
         ("wakeup", {"tags": ["wings"]}, "there is no tag 'wings'"),
         ("weights", {"stage_id": 0, "path": "/nowhere"}, "/nowhere"),
+        ("weights", {"stage_id": 0, "path": "a\0b"}, "holds a NUL"),
+        ("loras", {"lora_name": "a", "lora_int_id": 1, "lora_path": "a\0b"}, "holds a NUL"),
         ("pause", {"mode": "stop"}, "body.mode"),
         ("restart", {}, "body.stage_id: Field required"),
     ],
@@ -141,6 +143,13 @@ def test_a_closed_gate_is_503_with_the_request_that_opens_it(http: httpx.Client)
     assert http.post("/v1/images/generations", json={"prompt": "a red star", **STEPS}).status_code == 200
 
 
+def test_an_order_that_the_state_forbids_is_409_with_the_request_that_helps(http: httpx.Client) -> None:
+    http.post("/v1/omni/sleep", json={"stage_ids": [0], "level": 2})
+    answer = http.post("/v1/omni/sleep", json={"stage_ids": [0], "level": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "ASLEEP")
+    assert answer.json()["help"][0]["path"] == "/v1/omni/wakeup"
+
+
 def test_a_request_may_wait_for_the_gate(http: httpx.Client, engine: AsyncOmni) -> None:
     asyncio.run(engine.sleep([0]))
     opening = threading.Timer(0.3, lambda: asyncio.run(engine.wake_up([0])))
@@ -190,8 +199,8 @@ def test_events_begin_with_the_status_and_tell_what_happens(http: httpx.Client) 
 
 
 def test_whoever_leaves_the_events_is_forgotten(http: httpx.Client, engine: AsyncOmni) -> None:
-    before = len(engine._core.hub._everyone())
+    asyncio.run(until(lambda: not engine._core.hub._everyone()))  # those of the tests before
     with http.stream("GET", "/v1/omni/events") as stream:
         next(stream.iter_lines())
-        assert len(engine._core.hub._everyone()) == before + 1
-    asyncio.run(until(lambda: len(engine._core.hub._everyone()) == before))
+        assert len(engine._core.hub._everyone()) == 1
+    asyncio.run(until(lambda: not engine._core.hub._everyone()))

@@ -1,0 +1,79 @@
+"""vLLM's allocator built for HIP, as a pool acts on it.
+
+Read from the sources of vLLM 0.32 and clr; not run on hardware. It is `CuMemAllocator` again, and torch calls the
+devices "cuda". What differs: a handle's last part is a list of (cell, bytes), one a chunk of at most
+VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE MiB; the extension cleans up after a mapping that fails, unless access is what was
+refused; an unmapping that fails has released the handles of all chunks, so that it must not be tried again; and the
+free callback asks `is_asleep` whether there is anything to unmap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.errors import UnsupportedError
+from omni_notebook.memory.base import DeviceError
+from omni_notebook.memory.device.libhip import HipRuntime
+from omni_notebook.memory.device.vllm_driver import VllmDriver
+
+if TYPE_CHECKING:
+    from omni_notebook.memory.device.driver import Allocation
+
+
+class RocmDriver(VllmDriver):
+    """Drives the `CuMemAllocator` of this process on one AMD GPU.
+
+    Args:
+        index: torch's number of the device.
+        cumem: `vllm.device_allocator.cumem`.
+        cuda: `torch.cuda`.
+
+    Raises:
+        UnsupportedError: this vLLM keeps no books of what sleeps: freeing what sleeps would release it twice.
+    """
+
+    name = "HIP"
+
+    def __init__(self, index: int, cumem: Any, *, cuda: Any) -> None:
+        self._hip = HipRuntime(cumem.libcudart.lib)
+        super().__init__(index, cumem, cuda=cuda, driver=self._hip, platform="rocm")
+        if not all(hasattr(one.data, "is_asleep") for one in self.allocations().values()):
+            msg = "this vLLM does not note what sleeps (AllocationData.is_asleep), which ROCm needs; use vLLM 0.32"
+            raise UnsupportedError(msg)
+
+    def map(self, allocation: Allocation) -> None:
+        """See `Driver.map`."""
+        self.clear_error()
+        try:
+            super().map(allocation)
+        except DeviceError:
+            if self._hip.is_mapped(allocation.address):  # mapped, but access was refused
+                with contextlib.suppress(DeviceError):
+                    super().unmap(allocation)
+            raise
+
+    def unmap(self, allocation: Allocation) -> None:
+        """See `Driver.unmap`; when it fails, other chunks are gone and the handles of all are."""
+        self.clear_error()
+        try:
+            super().unmap(allocation)
+        except DeviceError as error:
+            error.lost = True
+            raise
+
+    def make_freeable(self, allocation: Allocation) -> None:
+        """See `Driver.make_freeable`: the allocator's books say that it sleeps, and its free unmaps nothing then."""
+
+    def clear_error(self) -> None:
+        """See `Driver.clear_error`; a free or an allocation that failed leaves one; nothing is unmapped here."""
+        with contextlib.suppress(RuntimeError):
+            self._cumem.unmap_and_release((self._index, 0, 0, []))
+
+    def pin(self, address: int, n_bytes: int) -> bool:
+        """See `Driver.pin`."""
+        return self._hip.pin(address, n_bytes)
+
+    def unpin(self, address: int) -> None:
+        """See `Driver.unpin`."""
+        self._hip.unpin(address)

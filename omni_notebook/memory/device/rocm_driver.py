@@ -37,6 +37,7 @@ class RocmDriver(VllmDriver):
 
     def __init__(self, index: int, cumem: Any, *, cuda: Any) -> None:
         self._hip = HipRuntime(cumem.libcudart.lib)
+        self._lost: list[Any] = []
         super().__init__(index, cumem, cuda=cuda, driver=self._hip, platform="rocm")
         if not all(hasattr(one.data, "is_asleep") for one in self.allocations().values()):
             msg = "this vLLM does not note what sleeps (AllocationData.is_asleep), which ROCm needs; use vLLM 0.32"
@@ -44,23 +45,32 @@ class RocmDriver(VllmDriver):
 
     def map(self, allocation: Allocation) -> None:
         """See `Driver.map`."""
+        self._require_handles("map", allocation)
         self.clear_error()
-        try:
-            super().map(allocation)
-        except DeviceError:
-            if self._hip.is_mapped(allocation.address):  # mapped, but access was refused
-                with contextlib.suppress(DeviceError):
-                    super().unmap(allocation)
-            raise
+        super().map(allocation)
 
     def unmap(self, allocation: Allocation) -> None:
         """See `Driver.unmap`; when it fails, other chunks are gone and the handles of all are."""
+        self._require_handles("unmap", allocation)
         self.clear_error()
         try:
             super().unmap(allocation)
         except DeviceError as error:
             error.lost = True
+            self._lost.append(allocation.data)
             raise
+
+    def is_mapped(self, allocation: Allocation) -> bool | None:
+        """See `Driver.is_mapped`; of a segment without handles nothing is known."""
+        return None if self._is_lost(allocation) else super().is_mapped(allocation)
+
+    def _is_lost(self, allocation: Allocation) -> bool:
+        return any(one is allocation.data for one in self._lost)
+
+    def _require_handles(self, step: str, allocation: Allocation) -> None:
+        if self._is_lost(allocation):
+            text = "an earlier unmap failed and released this segment's handles; restart the stage"
+            raise self._refused(step, text, lost=True)
 
     def make_freeable(self, allocation: Allocation) -> None:
         """See `Driver.make_freeable`: the allocator's books say that it sleeps, and its free unmaps nothing then."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.errors import UnsupportedError
+from omni_notebook.memory.base import DeviceError
 from omni_notebook.memory.device.allocator import AllocatorDriver, AtOnce
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ class XpuDriver(AtOnce, AllocatorDriver):
         index: torch's number of the device.
         xpumem: `vllm.device_allocator.xpumem`.
         torch: the module.
+
+    Raises:
+        UnsupportedError: torch can not tell how much of the device is free, which every wake asks.
     """
 
     name = "XPU"
@@ -37,6 +42,11 @@ class XpuDriver(AtOnce, AllocatorDriver):
         self._xpumem = xpumem
         self._all_of_torch = torch
         self._zeroes: Any = None
+        try:
+            self.free_bytes()
+        except DeviceError as error:
+            msg = f"{self.device} does not tell its free memory: {error}. Install a newer driver and Level Zero"
+            raise UnsupportedError(msg) from error
 
     # ------------------------------------------------------------------------------- segments
 

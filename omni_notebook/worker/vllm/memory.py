@@ -26,20 +26,15 @@ def make_pool(worker: Any, config: StageConfig) -> MemoryPool:
     Raises:
         UnsupportedError: there is none for it; names the reason.
     """
-    platform = platform_of(worker.device.type)
+    platform = _platform_of(worker.device.type)
     if platform in VLLM_PLATFORMS:
         return vllm_pool(platform, worker.device.index or 0)
     return create_pool(platform, spill_dir=config.spill_dir, backup=config.backup)
 
 
-def platform_of(device_type: str, hip: str | None = torch.version.hip) -> str:
-    """The platform of torch's kind of device; torch calls AMD's GPUs "cuda" too.
-
-    Args:
-        device_type: "cpu", "cuda", "xpu", "npu".
-        hip: the version of HIP that torch was built for, if it was.
-    """
-    return "rocm" if device_type == "cuda" and hip else device_type
+def _platform_of(device_type: str) -> str:
+    """The platform of torch's kind of device; torch calls AMD's GPUs "cuda" too."""
+    return "rocm" if device_type == "cuda" and torch.version.hip else device_type
 
 
 def adopt(worker: Any, modules: Iterable[nn.Module], pool: MemoryPool) -> None:

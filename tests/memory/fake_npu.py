@@ -196,7 +196,7 @@ class NpuMachine(Platform, Machine):
 
     def __init__(self, capacity: int = 64 * MIB, data_class: type = OldData) -> None:
         self.gpu, self.faults = FakeGpu(capacity), Faults()
-        self.cumem = self.camem = FakeCamem(self.gpu, data_class)
+        self.cumem = self.module = self.camem = FakeCamem(self.gpu, data_class)
         self.acl = FakeAclRt(self.gpu, self.faults)
         self.torch_device = FakeNpuTorch(self.gpu)
         self.smi = FakeNpuSmi(self.gpu)

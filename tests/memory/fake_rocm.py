@@ -34,18 +34,13 @@ class RocmAllocator(FakeAllocator):
         return data.handle
 
 
-class FakeHipCumem:
-    """`vllm.device_allocator.cumem` with the extension inside."""
+class FakeHipExtension:
+    """`vllm.cumem_allocator`; `allocator`: whose tag an allocation gets."""
 
-    cumem_available = True
-
-    def __init__(self, gpu: FakeGpu, faults: Faults, library: FakeHip, data_class: type) -> None:
+    def __init__(self, gpu: FakeGpu, faults: Faults) -> None:
         self.gpu, self.faults = gpu, faults
-        self.allocator = RocmAllocator(data_class)
-        self.CuMemAllocator = SimpleNamespace(get_instance=lambda: self.allocator)
-        self.libcudart = SimpleNamespace(lib=library)
+        self.allocator: Any = None
         self.error_code, self.printed, self.cells = 0, [], {}
-        self.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
 
     def init_module(self, malloc, free):
         assert callable(malloc)
@@ -123,12 +118,12 @@ class FakeHipCumem:
         errors += [self._release(cell) for _, cell, _ in starts]
         self._record(next((error for error in errors if error), 0))
 
-    def create_and_map(self, handle) -> None:
-        self._create_and_map(handle)
+    def python_create_and_map(self, device, size, pointer, handle) -> None:
+        self._create_and_map((device, size, pointer, handle))
         self._raise()
 
-    def unmap_and_release(self, handle) -> None:
-        self._unmap_and_release(handle)
+    def python_unmap_and_release(self, device, size, pointer, handle) -> None:
+        self._unmap_and_release((device, size, pointer, handle))
         self._raise()
 
     def my_malloc(self, n_bytes: int, tag: str) -> int:
@@ -150,6 +145,25 @@ class FakeHipCumem:
         handle = self.free_callback(address)
         self._unmap_and_release(handle)
         self._record(self.gpu.free_address(address, handle[1]))
+
+
+class FakeHipCumem:
+    """`vllm.device_allocator.cumem`."""
+
+    cumem_available = True
+
+    def __init__(self, extension: FakeHipExtension, library: FakeHip, data_class: type) -> None:
+        allocator = RocmAllocator(data_class)
+        self.extension = extension
+        self.init_module = extension.init_module
+        self.CuMemAllocator = SimpleNamespace(get_instance=lambda: allocator)
+        self.libcudart = SimpleNamespace(lib=library)
+
+    def create_and_map(self, allocation_handle) -> None:
+        self.extension.python_create_and_map(*allocation_handle)
+
+    def unmap_and_release(self, allocation_handle) -> None:
+        self.extension.python_unmap_and_release(*allocation_handle)
 
 
 class FakeHip:
@@ -290,19 +304,22 @@ class RocmMachine(Platform, Machine):
     abortable = False
     device_source = "AMD SMI"
 
-    def __init__(self, capacity: int = 64 * MIB, data_class: type = NewData) -> None:
+    def __init__(self, capacity: int = 64 * MIB, data_class: type = NewData, *, module=None) -> None:
         self.gpu, self.faults = FakeGpu(capacity), Faults()
         self.hip = FakeHip(self.gpu, self.faults)
-        self.cumem = FakeHipCumem(self.gpu, self.faults, self.hip, data_class)
+        self.cumem = FakeHipExtension(self.gpu, self.faults)
+        self.module = module(self.cumem, self.hip) if module else FakeHipCumem(self.cumem, self.hip, data_class)
+        self.allocator = self.cumem.allocator = self.module.CuMemAllocator.get_instance()
+        self.cumem.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
         self.torch_device = FakeRocmTorch(self.gpu)
         self.smi = FakeAmdsmi(self.gpu)
         self.host_bytes = 1 << 40
-        self.allocator, self.complaints, self.pinned = self.cumem.allocator, self.cumem.printed, self.hip.pinned
+        self.complaints, self.pinned = self.cumem.printed, self.hip.pinned
         self.fail = self.faults.fail
 
     def pool(self, environ=None) -> CumemPool:
         return CumemPool(
-            RocmDriver(0, self.cumem, cuda=self.torch_device),
+            RocmDriver(0, self.module, cuda=self.torch_device),
             AmdsmiProbe(0, self.smi, cuda=self.torch_device),
             room=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=self.host_bytes),
             environ=environ or {},
@@ -320,10 +337,10 @@ class RocmMachine(Platform, Machine):
 
     def sleep_by_vllm(self, data) -> None:
         try:
-            self.cumem.unmap_and_release(data.handle)
+            self.module.unmap_and_release(data.handle)
         finally:
             data.is_asleep = True
 
     def wake_by_vllm(self, data) -> None:
-        self.cumem.create_and_map(data.handle)
+        self.module.create_and_map(data.handle)
         data.is_asleep = False

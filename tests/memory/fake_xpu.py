@@ -29,28 +29,22 @@ TEXT = {
 INVALID_SIZE = 0x78000008
 
 
-class FakeXpumem:
-    """`vllm.device_allocator.xpumem` with the extension inside, which keeps books of its own."""
+class FakeXpuExtension:
+    """`vllm_xpu_kernels.xpumem_allocator`, which keeps books of its own; `allocator`: whose tag an allocation gets."""
 
-    xpumem_available = True
-
-    def __init__(self, gpu: FakeGpu, faults: Faults, data_class: type) -> None:
+    def __init__(self, gpu: FakeGpu, faults: Faults) -> None:
         self.gpu, self.faults = gpu, faults
-        self.allocator = FakeAllocator(data_class)
-        self.XpuMemAllocator = SimpleNamespace(get_instance=lambda: self.allocator)
-        self.xpumem_allocator = SimpleNamespace(init_module=self.init_module)
+        self.allocator: Any = None
         self.books: dict[int, dict[str, Any]] = {}
         self.printed: list[str] = []
-        self.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
 
     def init_module(self, malloc, free):
         assert callable(malloc)
         assert callable(free)
         self.malloc_callback, self.free_callback = malloc, free
 
-    def _known(self, handle) -> dict[str, Any]:
-        device, n_bytes, address, last = handle
-        assert all(isinstance(one, int) for one in handle)
+    def _known(self, device, n_bytes, address, last) -> dict[str, Any]:
+        assert all(isinstance(one, int) for one in (device, n_bytes, address, last))
         assert (device, last) == (0, 0)
         if address not in self.books:
             msg = "XPU Error: pointer not found in memory map"
@@ -87,11 +81,11 @@ class FakeXpumem:
         assert self.gpu.release(book["physical"]) == 0
         book["physical"], book["mapped"] = None, False
 
-    def create_and_allocate(self, allocation_handle) -> None:
-        self._map(self._known(allocation_handle))
+    def python_create_and_allocate(self, device, size, pointer, handle) -> None:
+        self._map(self._known(device, size, pointer, handle))
 
-    def unmap_and_release(self, allocation_handle) -> None:
-        self._unmap(self._known(allocation_handle))
+    def python_unmap_and_release(self, device, size, pointer, handle) -> None:
+        self._unmap(self._known(device, size, pointer, handle))
 
     def my_malloc(self, n_bytes: int, tag: str) -> int:
         aligned = -(-n_bytes // GRANULE) * GRANULE  # as torch asks for it
@@ -109,6 +103,23 @@ class FakeXpumem:
         self._unmap(book)
         assert self.gpu.free_address(address, n_bytes) == 0
         del self.books[address]
+
+
+class FakeXpumem:
+    """`vllm.device_allocator.xpumem`."""
+
+    xpumem_available = True
+
+    def __init__(self, extension: FakeXpuExtension, data_class: type) -> None:
+        allocator = FakeAllocator(data_class)
+        self.xpumem_allocator = extension
+        self.XpuMemAllocator = SimpleNamespace(get_instance=lambda: allocator)
+
+    def create_and_allocate(self, allocation_handle) -> None:
+        self.xpumem_allocator.python_create_and_allocate(*allocation_handle)
+
+    def unmap_and_release(self, allocation_handle) -> None:
+        self.xpumem_allocator.python_unmap_and_release(*allocation_handle)
 
 
 class FakeXpuTorch(FakeCuda):
@@ -229,19 +240,22 @@ class XpuMachine(Platform, Machine):
     backup_kind = "pageable"
     device_source = "torch.xpu.mem_get_info"
 
-    def __init__(self, capacity: int = 64 * MIB, data_class: type = NewData) -> None:
+    def __init__(self, capacity: int = 64 * MIB, data_class: type = NewData, *, module=None) -> None:
         self.gpu, self.faults = FakeGpu(capacity), Faults()
-        self.cumem = self.xpumem = FakeXpumem(self.gpu, self.faults, data_class)
+        self.cumem = FakeXpuExtension(self.gpu, self.faults)
+        self.module = module(self.cumem) if module else FakeXpumem(self.cumem, data_class)
+        self.allocator = self.cumem.allocator = self.module.XpuMemAllocator.get_instance()
+        self.cumem.init_module(self.allocator.python_malloc_callback, self.allocator.python_free_callback)
         self.torch = FakeTorch(self.gpu, self.faults)
         self.torch_device = self.torch.xpu
         self.sysman: FakeSysman | None = FakeSysman(self.gpu)
         self.host_bytes = 1 << 40
-        self.allocator, self.complaints, self.pinned = self.xpumem.allocator, self.xpumem.printed, {}
+        self.complaints, self.pinned = self.cumem.printed, {}
         self.fail = self.faults.fail
 
     def pool(self, environ=None) -> CumemPool:
         return CumemPool(
-            XpuDriver(0, self.xpumem, torch=self.torch),
+            XpuDriver(0, self.module, torch=self.torch),
             SysmanProbe(0, self.sysman, xpu=self.torch.xpu),
             room=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=self.host_bytes),
             environ=environ or {},
@@ -258,9 +272,9 @@ class XpuMachine(Platform, Machine):
         self.sysman.ours = ours
 
     def sleep_by_vllm(self, data) -> None:
-        self.xpumem.unmap_and_release(data.handle)
+        self.module.unmap_and_release(data.handle)
         data.is_asleep = True
 
     def wake_by_vllm(self, data) -> None:
-        self.xpumem.create_and_allocate(data.handle)
+        self.module.create_and_allocate(data.handle)
         data.is_asleep = False

@@ -86,7 +86,7 @@ def test_rocm_needs_a_vllm_that_notes_what_sleeps():
     machine = RocmMachine(data_class=OldData)
     machine.tensor("weights", (5,))
     with pytest.raises(UnsupportedError, match=r"use vLLM 0\.32"):
-        RocmDriver(0, machine.cumem, cuda=machine.torch_device)
+        RocmDriver(0, machine.module, cuda=machine.torch_device)
 
 
 def test_hips_last_error_is_forgotten_after_every_call_that_it_refused(amd):
@@ -164,7 +164,7 @@ def test_a_wake_without_room_for_the_block_of_zeroes_maps_nothing(intel):
 def test_addresses_above_the_signed_range_are_passed_as_torch_takes_them():
     machine, passed = XpuMachine(), []
     machine.torch.ops._C.xpu_memcpy_sync = lambda *arguments: passed.append(arguments)
-    XpuDriver(0, machine.xpumem, torch=machine.torch).copy(0xFFFF_8000_0000_0000, 0x7000, 5)
+    XpuDriver(0, machine.module, torch=machine.torch).copy(0xFFFF_8000_0000_0000, 0x7000, 5)
     assert passed == [(-0x8000_0000_0000, 0x7000, 5, 1, 0)]
 
 
@@ -413,16 +413,16 @@ def test_where_it_is_here_stages_of_our_own_are_still_refused(packages, monkeypa
 def made_by(monkeypatch, platform, machine):
     """The pool that a platform's module makes of the modules that it imports, which are the machine's fakes."""
     modules = {
-        "rocm": {"amdsmi": getattr(machine, "smi", None), "vllm.device_allocator.cumem": machine.cumem},
-        "xpu": {"vllm.device_allocator.xpumem": machine.cumem},
+        "rocm": {"amdsmi": getattr(machine, "smi", None), "vllm.device_allocator.cumem": machine.module},
+        "xpu": {"vllm.device_allocator.xpumem": machine.module},
         "npu": {
             "acl": types.SimpleNamespace(rt=getattr(machine, "acl", None)),
             "torch_npu": types.SimpleNamespace(npu=machine.torch_device),
-            "vllm_ascend.device_allocator.camem": machine.cumem,
+            "vllm_ascend.device_allocator.camem": machine.module,
         },
     }[platform]
     packages = types.ModuleType("vllm.device_allocator")
-    packages.cumem = packages.xpumem = machine.cumem
+    packages.cumem = packages.xpumem = machine.module
     for name in ("vllm", "vllm_ascend", "vllm_ascend.device_allocator"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "vllm.device_allocator", packages)
@@ -455,14 +455,14 @@ def test_a_platforms_module_makes_the_pool_of_what_vllm_has_allocated(monkeypatc
     machine.tensor("weights", (5,))
     pool = made_by(monkeypatch, platform, machine)
     assert (pool.platform, pool.tags()["weights"].span_bytes) == (platform, 2 * MIB)
-    setattr(machine.cumem, flag, False)
+    setattr(machine.module, flag, False)
     with pytest.raises(UnsupportedError, match=rf"{platform}: .* could not be loaded"):
         made_by(monkeypatch, platform, machine)
 
 
 def test_a_pool_is_made_only_over_what_can_be_unmapped():
     machine = XpuMachine()
-    driver = XpuDriver(0, machine.xpumem, torch=machine.torch)
+    driver = XpuDriver(0, machine.module, torch=machine.torch)
     probe = SysmanProbe(0, machine.sysman, xpu=machine.torch_device)
     with pytest.raises(UnsupportedError, match="on xpu:0 that can be unmapped"):
         pool_over(driver, probe)

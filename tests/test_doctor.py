@@ -46,6 +46,8 @@ def test_doctor_gives_json(tmp_path):
     assert 0 < found["memory"]["available_bytes"] <= found["memory"]["limit_bytes"] <= found["memory"]["machine_bytes"]
     supported = {one["name"]: one["supported"] for one in found["platforms"]}
     assert supported == {"cpu": True, "cuda": False, "rocm": False, "xpu": False, "npu": False}
+    untried = {one["name"] for one in found["platforms"] if one["reason"].endswith("; not run on hardware")}
+    assert untried == {"rocm", "xpu", "npu"}
 
 
 def test_doctor_does_not_load_torch_itself():

@@ -25,6 +25,8 @@ NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "pillow")
 FOR_NOTEBOOKS = ("ipython", "ipywidgets", "ipykernel", "jupyterlab")
 DEMO_NEEDS_BYTES = GIB  # a process with torch, both stages and 2 × 256 MiB of ballast: 0.9 GiB
 
+NOT_ON_HARDWARE = "not run on hardware"
+
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PROBE_S = 120
 _OPTION = re.compile(r"^\w+='\w+'(?:: | is )")  # doctor's rows begin with the name already
@@ -165,7 +167,14 @@ def _run_probe() -> Probe | str:
 def _platforms(probe: Probe | str) -> list[Support]:
     if isinstance(probe, str):
         return [Support(name="cpu", supported=False, reason=probe)]
-    return [Support(name=one.platform, supported=one.supported, reason=one.reason) for one in probe.platforms]
+    return [
+        Support(
+            name=one.platform,
+            supported=one.supported,
+            reason=one.reason + ("" if one.run_on_hardware else f"; {NOT_ON_HARDWARE}"),
+        )
+        for one in probe.platforms
+    ]
 
 
 def _support(name: str, **option: str) -> Support:

@@ -9,7 +9,8 @@ import sys
 
 import msgspec
 
-from omni_notebook.memory.platforms import PlatformInfo, describe_platforms
+from omni_notebook.memory.device.support import PlatformInfo
+from omni_notebook.memory.platforms import describe_platforms
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):

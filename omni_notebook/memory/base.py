@@ -54,13 +54,17 @@ class BackupError(OmniError):
 
 
 class DeviceError(OmniError):
-    """The device's driver refused a call; `no_room`: because memory would not suffice."""
+    """The device's driver refused a call.
+
+    `no_room`: because memory would not suffice. `lost`: in the middle of an unmap, so that contents are gone.
+    """
 
     error_code = "DEVICE"
 
-    def __init__(self, message: str, *, no_room: bool = False) -> None:
+    def __init__(self, message: str, *, no_room: bool = False, lost: bool = False) -> None:
         super().__init__(message)
         self.no_room = no_room
+        self.lost = lost
 
 
 class TagInfo(msgspec.Struct, frozen=True):

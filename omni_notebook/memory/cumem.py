@@ -1,4 +1,4 @@
-"""The CUDA platform for vLLM stages: a pool over the segments that vLLM's `CuMemAllocator` allocated."""
+"""GPUs and NPUs for vLLM stages: a pool over the segments that vLLM's allocator for the device allocated."""
 
 from __future__ import annotations
 
@@ -54,8 +54,6 @@ class CumemPool:
         UnsupportedError: expandable segments are on.
     """
 
-    platform = "cuda"
-
     def __init__(
         self,
         driver: Driver,
@@ -66,7 +64,7 @@ class CumemPool:
         settle_s: float = SETTLE_S,
     ) -> None:
         refuse_expandable_segments(environ)
-        self.device, self.device_name = driver.device, driver.device_name
+        self.platform, self.device, self.device_name = driver.platform, driver.device, driver.device_name
         self._core = DeviceCore(driver, probe, room, settle_s)
         self._sleeping, self._waking = DeviceSleeping(self._core), DeviceWaking(self._core)
         self._lock = threading.RLock()
@@ -183,11 +181,14 @@ class CumemPool:
     def held(self) -> Held:
         """What this process holds on the device, as the driver tells it; what torch caches and graphs hold, by torch.
 
-        `other` is the rest: the CUDA context, communicators, libraries. Where the driver hides this process, the total
-        is all processes', and `other` is not told.
+        `other` is the rest: the device's context, communicators, libraries. Where the driver hides this process, the
+        total is all processes', where nothing can be measured that of the mapped segments, and `other` is not told.
         """
         reserved, mapped = self._core.driver.reserved(), self._core.table.mapped_bytes()
-        total, scope = self._core.last_reading()
+        try:
+            total, scope = self._core.last_reading()
+        except DeviceError:
+            total, scope = mapped, "mapping"
         known = mapped + reserved.untagged_bytes + reserved.graphs_bytes
         parts = ResidualBytes(
             untagged=reserved.untagged_bytes,
@@ -386,11 +387,19 @@ def cumem_pool(index: int) -> CumemPool:
     from omni_notebook.memory.device.nvml import nvml_probe  # noqa: PLC0415  (these touch the device)
     from omni_notebook.memory.device.vllm_driver import vllm_driver  # noqa: PLC0415
 
-    driver = vllm_driver(index)
+    return pool_over(vllm_driver(index), nvml_probe(index))
+
+
+def pool_over(driver: Driver, probe: Probe) -> CumemPool:
+    """The pool over what vLLM has allocated through `driver`'s allocator.
+
+    Raises:
+        UnsupportedError: that is nothing, or expandable segments are on.
+    """
     if not driver.allocations():
         msg = (
-            f"vLLM has allocated nothing on cuda:{index} that can be unmapped; start it with enable_sleep_mode=True, "
-            "and make the pool once its model is loaded"
+            f"vLLM has allocated nothing on {driver.device} that can be unmapped; start it with "
+            "enable_sleep_mode=True, and make the pool once its model is loaded"
         )
         raise UnsupportedError(msg)
-    return CumemPool(driver, nvml_probe(index))
+    return CumemPool(driver, probe)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+import importlib
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import UnsupportedError
+from omni_notebook.memory.device.support import PlatformInfo
 
 if TYPE_CHECKING:
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.memory.cpu import Backup
 
 _LINUX_LEAST = (5, 14)  # MADV_POPULATE_WRITE
-_LATER = ("rocm", "xpu", "npu")
-
-
-class PlatformInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One platform: whether a pool can be made, and why not, or how it measures."""
-
-    platform: str
-    supported: bool
-    reason: str
+VLLM_PLATFORMS = ("cuda", "rocm", "xpu", "npu")
+"""Where vLLM stages can be put to sleep, over vLLM's own allocator; `memory.device` has a module for each."""
 
 
 def _why_no_cpu() -> str | None:
@@ -59,53 +49,34 @@ def _describe_cpu() -> PlatformInfo:
     return PlatformInfo(platform="cpu", supported=True, reason=how)
 
 
-def _describe_cuda() -> PlatformInfo:
-    """Whether vLLM stages can sleep on a GPU here; found out without torch, vLLM or a CUDA context."""
-    reason = _why_no_vllm_on_cuda()
-    if reason is not None:
-        return PlatformInfo(platform="cuda", supported=False, reason=reason)
-    how = f"for vLLM stages, over the allocator of vLLM {importlib.metadata.version('vllm')}; measured by NVML"
-    return PlatformInfo(platform="cuda", supported=True, reason=how)
-
-
-def _why_no_vllm_on_cuda() -> str | None:
-    no_gpu = _why_no_nvidia_gpu()
-    if no_gpu is not None:
-        return f"cuda: {no_gpu}"
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None:
-        return "vLLM is not installed; on cuda this version puts vLLM stages to sleep, no others"
-    folders = [Path(folder) for folder in vllm.submodule_search_locations or ()]
-    if not any(list(folder.glob("cumem_allocator*.so")) for folder in folders):
-        return "cuda: the vLLM that is installed was built without its CUDA allocator extension"
-    return None
-
-
-def _why_no_nvidia_gpu() -> str | None:
-    try:
-        import pynvml  # noqa: PLC0415  (only CUDA machines have it)
-    except ImportError:
-        return "nvidia-ml-py is not installed"
-    try:
-        pynvml.nvmlInit()
-        return None if pynvml.nvmlDeviceGetCount() else "the NVIDIA driver knows no GPU"
-    except pynvml.NVMLError as error:
-        return f"the NVIDIA driver can not be asked ({error})"
-
-
 def describe_platforms() -> list[PlatformInfo]:
     """Every platform that this project knows, as it stands on this machine."""
-    later = [
-        PlatformInfo(platform=name, supported=False, reason=f"this version has no {name} memory pool yet")
-        for name in _LATER
-    ]
-    return [_describe_cpu(), _describe_cuda(), *later]
+    return [_describe_cpu(), *(_module(name).describe() for name in VLLM_PLATFORMS)]
+
+
+def _module(platform: str) -> Any:
+    """The module that describes a platform of vLLM's and makes its pools."""
+    return importlib.import_module(f"omni_notebook.memory.device.{platform}")
+
+
+def vllm_pool(platform: str, index: int) -> MemoryPool:
+    """The pool over the allocator with which vLLM, in this process, has loaded a model.
+
+    Args:
+        platform: one of `VLLM_PLATFORMS`.
+        index: torch's number of the device.
+
+    Raises:
+        UnsupportedError: there is none here; names the reason and what to install.
+    """
+    pool: MemoryPool = _module(platform).pool(index)
+    return pool
 
 
 def create_pool(
     device: str, *, spill_dir: str | None = None, backup: Backup = "spill", enable_sleep_mode: bool = True
 ) -> MemoryPool:
-    """A pool for a stage of our own on `device`: "cpu", or "auto" for the first platform that works here.
+    """A pool for a stage of our own on `device`: "cpu", or "auto", which is the same.
 
     Raises:
         UnsupportedError: another device, a kernel that is too old, or sleep mode is off; says which.
@@ -116,7 +87,7 @@ def create_pool(
         raise UnsupportedError(msg)
     known = {info.platform: info for info in describe_platforms()}
     if device == "auto":
-        device = next((name for name, info in known.items() if info.supported and name != "cuda"), "cpu")
+        device = "cpu"
     platform = device.partition(":")[0]
     if platform not in known:
         msg = f"device {device!r} is unknown; known are: {', '.join(known)}"
@@ -124,8 +95,8 @@ def create_pool(
     if not known[platform].supported:
         msg = f"device {device!r}: {known[platform].reason}; use device='cpu'"
         raise UnsupportedError(msg)
-    if platform == "cuda":
-        msg = f"device {device!r}: on cuda this version puts vLLM stages to sleep (runtime='vllm'), no others"
+    if platform in VLLM_PLATFORMS:
+        msg = f"device {device!r}: on {platform} this version puts vLLM stages to sleep (runtime='vllm'), no others"
         raise UnsupportedError(msg)
     from omni_notebook.memory.cpu import CpuPool  # noqa: PLC0415 - loads torch
 

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import RankId
 
 TOLERANCE_SHARE = 0.02
-TOLERANCE_FLOOR_BYTES = {"cpu": 1 * MIB, "cuda": 64 * MIB}
+TOLERANCE_FLOOR_BYTES = {"cpu": 1 * MIB, "cuda": 64 * MIB, "xpu": 64 * MIB, "npu": 64 * MIB}
 NOT_OBSERVED = "NOT_OBSERVED"
 
 
 def tolerance_bytes(expected_bytes: int, device: str) -> float:
-    """How far observed may lie from expected: min(max(2 %, 64 MiB CUDA / 1 MiB CPU), expected / 4)."""
+    """How far observed may lie from expected: min(max(2 %, 64 MiB, on a CPU 1 MiB), expected / 4)."""
     floor = TOLERANCE_FLOOR_BYTES[device.split(":", maxsplit=1)[0]]
     return min(max(TOLERANCE_SHARE * expected_bytes, floor), expected_bytes / 4)
 

@@ -9,6 +9,8 @@ import textwrap
 import pytest
 
 from omni_notebook.memory.cpu import CpuPool
+from tests.memory.fake_cuda import Rig
+from tests.memory.machines import MACHINES
 
 
 @pytest.fixture(params=["auto", "checksum"])
@@ -34,6 +36,12 @@ def make_pool(tmp_path):
 @pytest.fixture
 def pool(make_pool, tracking):
     return make_pool(tracking=tracking)
+
+
+@pytest.fixture(params=MACHINES.values(), ids=MACHINES)
+def rig(request):
+    """A model and a cache on a fake machine of every platform, and a pool that knows them."""
+    return Rig(machine=request.param())
 
 
 @pytest.fixture

@@ -424,8 +424,8 @@ class Model(nn.Module):
 class Rig:
     """A model and a cache on such a machine, and a pool that knows them."""
 
-    def __init__(self, data_class=OldData, capacity=64 * MIB):
-        self.machine = Machine(capacity, data_class)
+    def __init__(self, data_class=OldData, capacity=64 * MIB, *, machine=None):
+        self.machine = machine or Machine(capacity, data_class)
         self.gpu, self.cumem = self.machine.gpu, self.machine.cumem
         self.model = Model(self.machine)
         self.cache = nn.Module()

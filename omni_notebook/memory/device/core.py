@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from omni_notebook.memory.base import KV_CACHE, WEIGHTS, TransitionOrderError
+from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, TransitionOrderError
 from omni_notebook.memory.books import StateBooks
 from omni_notebook.memory.device.checksum import Summer, digest, pieces
 from omni_notebook.memory.device.copies import Copies, HostCopies
@@ -129,8 +129,15 @@ class DeviceCore:
         return noted[1] if noted is not None and time.monotonic() - noted[0] < _STANDS_S else self.reading()
 
     def reading(self) -> Reading:
-        """What is held now; a process that seems to hold less than our mapped segments is another one of that id."""
-        ours = self.probe.process_bytes()
+        """What is held now; a process that seems to hold less than our mapped segments is another one of that id.
+
+        Raises:
+            DeviceError: neither the process nor the device could be measured.
+        """
+        try:
+            ours = self.probe.process_bytes()
+        except DeviceError:
+            ours = None
         if ours is not None and ours >= self.table.mapped_bytes():
             return Reading(ours, "process")
         return Reading(self.probe.device_bytes(), "device")

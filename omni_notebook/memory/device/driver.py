@@ -28,6 +28,7 @@ class Reserved(NamedTuple):
 class Driver(Protocol):
     """Acts on the device. Every call that the device refuses raises `DeviceError`."""
 
+    platform: str
     device: str
     device_name: str
 
@@ -56,15 +57,18 @@ class Driver(Protocol):
         ...
 
     def unmap(self, allocation: Allocation) -> None:
-        """Give a mapped segment's pages up; its address stays reserved."""
+        """Give a mapped segment's pages up; its address stays reserved.
+
+        A `DeviceError` with `lost` says that its contents are gone all the same: it counts as unmapped.
+        """
         ...
 
     def is_mapped(self, allocation: Allocation) -> bool | None:
-        """Whether pages are there, asked of the device; None where it can not tell."""
+        """Whether pages are there, asked of the device, else of the allocator's books; None where neither tells."""
         ...
 
-    def map_placeholder(self, allocation: Allocation) -> None:
-        """Map the whole segment onto one small piece of memory, so that it can be unmapped as usual."""
+    def make_freeable(self, allocation: Allocation) -> None:
+        """See that the allocator's free of a segment that has no pages does no harm."""
         ...
 
     def clear_error(self) -> None:
@@ -109,14 +113,24 @@ class Driver(Protocol):
 
 
 class Probe(Protocol):
-    """Measures the device from outside the pool's books."""
+    """Measures the device from outside the pool's books; `device_source` is what `device_bytes` asks."""
+
+    device_source: str
 
     def process_bytes(self) -> int | None:
-        """What this process holds on the device; None where process ids are hidden."""
+        """What this process holds on the device; None where it is not shown: it holds nothing, or ids are hidden.
+
+        Raises:
+            DeviceError: it could not be measured.
+        """
         ...
 
     def device_bytes(self) -> int:
-        """What all processes hold on the device."""
+        """What all processes hold on the device.
+
+        Raises:
+            DeviceError: it could not be measured.
+        """
         ...
 
     def exclusive(self) -> AbstractContextManager[bool]:

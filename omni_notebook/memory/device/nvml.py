@@ -1,21 +1,16 @@
-"""What a process holds on a GPU, as the driver tells it (NVML), and the lock around device-wide measurements."""
+"""What a process holds on an NVIDIA GPU, as the driver tells it (NVML)."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from omni_notebook.memory.device.measuring import device_lock, not_measured, used_bytes
 
-LOCK_WAIT_S = 2.0
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 class NvmlProbe:
@@ -27,6 +22,8 @@ class NvmlProbe:
         cuda: `torch.cuda`.
     """
 
+    device_source = "torch.cuda.mem_get_info"
+
     def __init__(self, index: int, nvml: Any, *, cuda: Any = torch.cuda) -> None:
         self._index = index
         self._cuda = cuda
@@ -36,47 +33,23 @@ class NvmlProbe:
         self._handle = None if nvml is None else _handle(nvml, self._uuid)
 
     def process_bytes(self) -> int | None:
-        """What this process holds; None where NVML is not there, hides process ids or does not tell bytes."""
+        """See `Probe.process_bytes`; None also where NVML is not there or does not tell bytes."""
         if self._handle is None:
             return None
         try:
             running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        except self._nvml.NVMLError:
-            return None
+        except self._nvml.NVMLError as error:
+            raise not_measured(error, source="NVML") from error
         ours = [process.usedGpuMemory for process in running if process.pid == self._pid]
         return None if not ours or None in ours else sum(ours)
 
     def device_bytes(self) -> int:
-        """What all processes hold."""
-        free, total = self._cuda.mem_get_info(self._index)
-        return int(total - free)
+        """See `Probe.device_bytes`."""
+        return used_bytes(self._cuda, self._index)
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[bool]:
-        """Hold the device's file lock, for at most two seconds of waiting; False: it was not to be had."""
-        path = Path(tempfile.gettempdir()) / f"omni_notebook-{self._uuid}.lock"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except OSError:
-            yield False
-            return
-        try:
-            yield _locked(fd)
-        finally:
-            os.close(fd)
-
-
-def _locked(fd: int) -> bool:
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        else:
-            return True
+    def exclusive(self) -> AbstractContextManager[bool]:
+        """See `device_lock`."""
+        return device_lock(self._uuid)
 
 
 def _handle(nvml: Any, uuid: str) -> Any:

@@ -101,10 +101,18 @@ class SegmentTable:
         with self._lock:
             if not segment.mapped or not self._driver.is_live(segment.allocation):
                 return 0
-            self._driver.unmap(segment.allocation)
-            segment.mapped = False
-            self._driver.set_asleep(segment.allocation, True)
+            try:
+                self._driver.unmap(segment.allocation)
+            except DeviceError as error:
+                if error.lost:
+                    self._has_no_pages(segment)
+                raise
+            self._has_no_pages(segment)
             return segment.size_bytes
+
+    def _has_no_pages(self, segment: DeviceSegment) -> None:
+        segment.mapped = False
+        self._driver.set_asleep(segment.allocation, True)
 
     def map(self, segment: DeviceSegment) -> int:
         """Give a segment fresh pages; the bytes, 0 if it has some or is gone.
@@ -155,11 +163,10 @@ class SegmentTable:
             if self._has_pages(segment):
                 return
             try:
-                self._driver.map_placeholder(segment.allocation)
+                self._driver.make_freeable(segment.allocation)
             except DeviceError:  # the extension's unmap fails: the address is freed all the same
                 self._error_left = True
-            segment.mapped = True
-            self._driver.set_asleep(segment.allocation, False)
+            segment.mapped = True  # no wake of ours maps it any more
 
     def _has_pages(self, segment: DeviceSegment) -> bool:
         truth = self._driver.is_mapped(segment.allocation)

@@ -9,7 +9,7 @@ from omni_notebook.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 
 
 def refuse_expandable_segments(environ: Mapping[str, str]) -> None:

@@ -168,7 +168,9 @@ class DeviceSleeping:
             report = self._unmap_measured(chosen, before, None)
         else:
             with core.probe.exclusive() as alone:
-                report = self._unmap_measured(chosen, core.reading(), _device_note(alone=alone))
+                report = self._unmap_measured(
+                    chosen, core.reading(), _device_note(core.probe.device_source, alone=alone)
+                )
         for tag in chosen:
             tag.state, tag.created = TagState.ASLEEP, []
             if tag.backup not in WHOLE and not tag.keeps_room:
@@ -178,8 +180,11 @@ class DeviceSleeping:
 
     def _unmap_measured(self, chosen: Sequence[DeviceTag], before: Reading, note: str | None) -> dict[str, object]:
         released, notes = self._unmap(chosen)
-        total = sum(released.values())
-        observed = self._observe(before, total)
+        try:
+            observed = self._observe(before, sum(released.values()))
+        except DeviceError as error:
+            observed = 0
+            notes.append(str(error))
         if note is not None:
             notes.append(f"{note}: {gib(observed)} GiB left it")
         freed = _capped(released, observed) if before.scope == "process" else released
@@ -194,7 +199,7 @@ class DeviceSleeping:
         """Unmap all; bytes released by tag, and what went wrong.
 
         Raises:
-            DeviceError: the driver refused every single one; all is still mapped.
+            DeviceError: the driver refused every single one; all is still mapped, with its contents.
         """
         released = dict.fromkeys((tag.name for tag in chosen), 0)
         errors: list[DeviceError] = []
@@ -204,12 +209,16 @@ class DeviceSleeping:
                     released[tag.name] += self._core.table.unmap(segment)
                 except DeviceError as error:
                     errors.append(error)
-        if errors and not any(released.values()):
+        if errors and not any(released.values()) and not any(error.lost for error in errors):
             raise errors[0]
         return released, list(dict.fromkeys(map(str, errors)))
 
     def _observe(self, before: Reading, released: int) -> int:
-        """Bytes that left since `before`, measured; the driver's books get a moment to follow."""
+        """Bytes that left since `before`, measured; the driver's books get a moment to follow.
+
+        Raises:
+            DeviceError: the probe that measured before can not measure now.
+        """
         deadline = time.monotonic() + self._core.settle_s
         while True:
             held = self._held(before.scope)
@@ -272,6 +281,6 @@ def _capped(released: dict[str, int], observed: int) -> dict[str, int]:
     return freed
 
 
-def _device_note(*, alone: bool) -> str:
+def _device_note(source: str, *, alone: bool) -> str:
     others = "" if alone else ", and another stage may have moved memory meanwhile"
-    return f"the driver does not show what this process holds; measured on the whole device{others}"
+    return f"the driver does not show what this process holds; measured on the whole device by {source}{others}"

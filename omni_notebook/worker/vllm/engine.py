@@ -82,7 +82,7 @@ async def make(spec: WorkerSpec, folder: Path) -> Any:
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-    if config.device not in {"auto", current_platform.device_type}:
+    if config.device not in {"auto", current_platform.device_type, "rocm" if current_platform.is_rocm() else "auto"}:
         msg = (
             f"device={config.device!r}: the vLLM that is installed ({vllm_version()}) runs on "
             f"{current_platform.device_type}. Nothing was started"

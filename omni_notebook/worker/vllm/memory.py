@@ -11,7 +11,7 @@ from torch import nn
 from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS
 from omni_notebook.memory.cumem import CumemPool
-from omni_notebook.memory.platforms import create_pool
+from omni_notebook.memory.platforms import VLLM_PLATFORMS, create_pool, vllm_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -26,11 +26,15 @@ def make_pool(worker: Any, config: StageConfig) -> MemoryPool:
     Raises:
         UnsupportedError: there is none for it; names the reason.
     """
-    if worker.device.type == "cuda":
-        from omni_notebook.memory.cumem import cumem_pool  # noqa: PLC0415  (asks the device)
+    platform = _platform_of(worker.device.type)
+    if platform in VLLM_PLATFORMS:
+        return vllm_pool(platform, worker.device.index or 0)
+    return create_pool(platform, spill_dir=config.spill_dir, backup=config.backup)
 
-        return cumem_pool(worker.device.index or 0)
-    return create_pool(worker.device.type, spill_dir=config.spill_dir, backup=config.backup)
+
+def _platform_of(device_type: str) -> str:
+    """The platform of torch's kind of device; torch calls AMD's GPUs "cuda" too."""
+    return "rocm" if device_type == "cuda" and torch.version.hip else device_type
 
 
 def adopt(worker: Any, modules: Iterable[nn.Module], pool: MemoryPool) -> None:

@@ -328,7 +328,7 @@ def test_help_goes_to_stdout_and_ends_with_0(words, capsys):
     [
         ("dmo", "unknown command 'dmo' (did you mean 'demo'?)"),
         ("docter", "did you mean 'doctor'?"),
-        ("zzz", "commands are: demo, doctor"),
+        ("zzz", "commands are: demo, serve, doctor"),
         ("--verison", "did you mean '--version'?"),
     ],
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import omni_notebook
 from omni_notebook.errors import OmniError
@@ -17,8 +20,11 @@ from omni_notebook.server import control, openai
 from omni_notebook.server.answers import problem, refusal
 from omni_notebook.server.guards import BodyGuard, KeyGuard
 from omni_notebook.server.leaving import ClientGone
+from omni_notebook.server.metrics import Metrics
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from omni_notebook.server.settings import ServerSettings
     from omni_notebook.verbs.engine_api import Engine
 
@@ -28,11 +34,20 @@ GONE = 499
 
 def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """An application that serves this engine; it does not own it."""
-    app = FastAPI(title="omni-notebook", version=omni_notebook.__version__, docs_url=None, redoc_url=None)
+    metrics = Metrics(engine)
+    app = FastAPI(
+        title="omni-notebook",
+        version=omni_notebook.__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lambda _app: _following(metrics),
+    )
     app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
+    app.state.metrics = metrics
     app.include_router(control.router)
     app.include_router(openai.router)
     app.get("/health", tags=["health"])(_health)
+    app.get("/metrics", tags=["health"], response_class=PlainTextResponse)(_metrics)
     app.add_exception_handler(openai.UnknownModelError, openai.unknown_model)
     app.add_exception_handler(OmniError, _problem)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -50,6 +65,23 @@ async def _health(request: Request) -> JSONResponse:
     """Whether every stage can work."""
     await request.app.state.engine.check_health()
     return JSONResponse({"status": "ok"})
+
+
+async def _metrics(request: Request) -> Response:
+    """The engine's figures, for Prometheus."""
+    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@contextlib.asynccontextmanager
+async def _following(metrics: Metrics) -> AsyncIterator[None]:
+    """Count ACKs while the server runs."""
+    following = asyncio.create_task(metrics.follow(), name="omni-metrics")
+    await asyncio.sleep(0)  # it listens from its first step on
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.wait({following})
 
 
 def _problem(request: Request, error: Any) -> Response:

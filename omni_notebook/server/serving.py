@@ -37,7 +37,7 @@ class Server:
             make_app(engine, settings),
             log_level="warning",
             access_log=False,
-            lifespan="off",
+            lifespan="on",
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
             h11_max_incomplete_event_size=64 * 1024,

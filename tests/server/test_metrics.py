@@ -1,0 +1,67 @@
+"""Figures for Prometheus: what the ACKs said, summed, and what the status says."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from omni_notebook.server.metrics import BUCKETS_S
+
+if TYPE_CHECKING:
+    import httpx
+
+    from omni_notebook.engine.async_omni import AsyncOmni
+
+
+def figures(http: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    samples = [one for family in text_string_to_metric_families(answer.text) for one in family.samples]
+    return {(one.name, tuple(sorted(one.labels.items()))): one.value for one in samples}
+
+
+def rank(stage: int, number: int = 0, **more: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted({"stage": str(stage), "replica": "0", "rank": str(number), **more}.items()))
+
+
+def test_orders_are_counted_by_what_their_acks_said(http: httpx.Client, engine: AsyncOmni) -> None:
+    before = figures(http)
+    acks = asyncio.run(engine.sleep([1], level=2))
+    http.post("/v1/omni/sleep", json={"stage_ids": [1], "level": 2})
+    http.post("/v1/omni/wakeup", json={})
+    after = figures(http)
+
+    def grown(name: str, labels: tuple[tuple[str, str], ...]) -> float:
+        return after[(name, labels)] - before.get((name, labels), 0.0)
+
+    for ack in acks:
+        assert grown("omni_freed_bytes_total", rank(1, ack.rank)) == ack.freed_bytes > 0
+        done = {"order": "sleep", "status": "SUCCESS"}
+        assert grown("omni_orders_total", rank(1, ack.rank, noop="false", **done)) == 1
+        assert grown("omni_orders_total", rank(1, ack.rank, noop="true", **done)) == 1
+        assert grown("omni_order_seconds_count", rank(1, ack.rank, order="sleep")) == 1
+        assert grown("omni_order_seconds_count", rank(1, ack.rank, order="wake")) == 1
+        seconds = grown("omni_order_seconds_sum", rank(1, ack.rank, order="sleep"))
+        assert abs(seconds - ack.metadata["latency_ms"] / 1e3) < 1e-6
+
+
+def test_gauges_are_the_status_at_the_moment(http: httpx.Client, engine: AsyncOmni) -> None:
+    asyncio.run(engine.sleep([0], level=1))
+    asyncio.run(engine.pause_generation(mode="keep", stage_ids=[1]))
+    found, stages = figures(http), engine.status().stages
+    assert found[("omni_stage_state", (("stage", "0"), ("state", "ASLEEP")))] == 1
+    assert found[("omni_stage_state", (("stage", "0"), ("state", "AWAKE")))] == 0
+    assert found[("omni_stage_paused", (("stage", "1"),))] == 1
+    assert found[("omni_requests", (("stage", "0"), ("where", "running")))] == 0
+    assert found[("omni_resident_bytes", rank(0, tag="weights"))] == 0
+    assert found[("omni_host_backup_bytes", rank(0))] == stages[0].ranks[0].host_backup_bytes > 0
+    weights = stages[1].ranks[1].tags["weights"].resident_bytes
+    assert found[("omni_resident_bytes", rank(1, 1, tag="weights"))] == weights > 0
+
+
+def test_buckets_are_fine_and_rise() -> None:
+    assert list(BUCKETS_S) == sorted(set(BUCKETS_S))
+    assert all(later / earlier <= 2.51 for earlier, later in itertools.pairwise(BUCKETS_S))

@@ -18,6 +18,7 @@ import msgspec
 from omni_notebook.errors import WorkerDiedError
 from omni_notebook.executors.base import RankAnswer, called_off, follow, method_of, shut_down, silent, told
 from omni_notebook.executors.simulated_worker import SimulatedWorker
+from omni_notebook.worker.methods import AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,14 +177,18 @@ class _Rank:
             return answer
         behaviour = self._behave(self.where, method)
         run = functools.partial(self._run, method, args)
-        if behaviour is _AS_TOLD and (self._last is None or self._last.done()):
+        at_once = method in AT_ONCE
+        if behaviour is _AS_TOLD and (at_once or self._last is None or self._last.done()):
             value, error = run()
             if not inspect.isawaitable(value) and not isinstance(value, Future):
                 answer.set_result(RankAnswer(self.where, value, error))
                 return answer
             run = functools.partial(_given, value)
-        before, self._last = self._last, loop.create_future()
-        order = _Order(method, run, behaviour, answer, self._last)
+        ended: asyncio.Future[None] = loop.create_future()
+        before = None if at_once else self._last
+        if not at_once:
+            self._last = ended
+        order = _Order(method, run, behaviour, answer, ended)
         self._orders[answer] = loop.create_task(self._later(before, order))
         return answer
 

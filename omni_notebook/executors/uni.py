@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.executors.base import RankAnswer, called_off, follow, method_of, shut_down, silent, told
+from omni_notebook.worker.methods import AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,7 +125,10 @@ class UniExecutor:
         with self._lock:
             if self._closed:
                 return [RankAnswer(where, None, shut_down(where))]
-            self._calls.put(call)
+            if method in AT_ONCE and self._worker is not None:
+                threading.Thread(target=call.run, args=(self._worker,), daemon=True).start()
+            else:
+                self._calls.put(call)
         future = asyncio.wrap_future(call.future)
         future.add_done_callback(_retrieve)
         await asyncio.wait({future}, timeout=timeout_s)  # unlike wait_for it cancels nothing: the order goes on

@@ -63,6 +63,8 @@ METHODS: dict[str, Signature] = {
 }
 """Every order that the engine gives; a worker's other methods get and give plain types and arrays."""
 
+AT_ONCE = frozenset({"noop"})
+"""Methods that do not wait for the orders before them, a running batch among them; any thread may call them."""
 _PLAIN = Signature(tuple[Any, ...], Any)
 
 

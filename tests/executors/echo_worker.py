@@ -16,7 +16,7 @@ from typing import Any
 
 from omni_notebook.errors import ConfigError, OutOfMemoryError
 from omni_notebook.memory.base import TransitionCancelledError
-from omni_notebook.protocol import RankId, RankStatus, TagMemory
+from omni_notebook.protocol import OmniACK, RankId, RankStatus, TagMemory
 
 ECHO = "tests.executors.echo_worker:EchoWorker"
 
@@ -103,6 +103,10 @@ class EchoWorker:
 
     def ping(self) -> int:
         return os.getpid()
+
+    def noop(self, task_id: str) -> OmniACK:
+        rank = self.where.rank
+        return OmniACK(task_id=task_id, status="SUCCESS", stage_id=0, rank=rank, freed_bytes=0, metadata={})
 
     def echo(self, value: Any) -> Any:
         return value

@@ -160,6 +160,21 @@ def test_memory_does_not_wait_for_an_order_in_progress(run: Run) -> None:
     run(test)
 
 
+def test_an_order_that_has_nothing_to_do_waits_for_none_before_it(run: Run) -> None:
+    async def test() -> None:
+        executor = run.make()
+        await executor.call("ping")
+        order = asyncio.create_task(executor.call("work", "t1", 30.0))
+        await asyncio.sleep(0.02)
+        acks = values(await asyncio.wait_for(executor.call("noop", "t2"), 5))
+        assert [(ack.task_id, ack.rank) for ack in acks] == [("t2", rank) for rank in range(run.n_ranks)]
+        assert not order.done()
+        executor.cancel("t1")
+        await order
+
+    run(test)
+
+
 def test_memory_is_as_the_last_order_left_it(run: Run) -> None:
     async def test() -> None:
         executor = run.make()

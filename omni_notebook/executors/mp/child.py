@@ -39,7 +39,7 @@ from omni_notebook.executors.mp.messages import (
 )
 from omni_notebook.executors.mp.wire import Receiver, pack
 from omni_notebook.worker.faults import describe
-from omni_notebook.worker.methods import signature
+from omni_notebook.worker.methods import AT_ONCE, signature
 from omni_notebook.worker.reports import WorkerSpec
 
 if TYPE_CHECKING:
@@ -99,9 +99,12 @@ class Orders:
         """Start the thread."""
         threading.Thread(target=self._main, args=(start, frame), name="orders", daemon=True).start()
 
-    def add(self, order: Order, frame: Frame) -> None:
-        """Queue an order."""
-        self._queue.put((order, frame))
+    def take(self, order: Order, frame: Frame) -> None:
+        """Queue an order, or carry it out here and now if it is one of `AT_ONCE`."""
+        if order.method in AT_ONCE and self.worker is not None:
+            self._answer(order, frame, self._run)
+        else:
+            self._queue.put((order, frame))
 
     def end(self) -> None:
         """Shut the worker down and end the process, after the orders before."""
@@ -218,7 +221,7 @@ class Control:
 
     def _take(self, message: ToChild, frame: Frame) -> None:
         if isinstance(message, Order):
-            self._orders.add(message, frame)
+            self._orders.take(message, frame)
         elif isinstance(message, Tell):
             if self._orders.worker is not None:
                 method_of(self._orders.worker, message.method)(*_arguments(message, frame))

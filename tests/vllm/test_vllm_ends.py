@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,13 +21,13 @@ import pytest
 from omni_notebook.config import DEMO_FOLDER
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ConfigError, StageFailedError
+from omni_notebook.worker.vllm import leftovers
 from omni_notebook.worker.vllm.versions import UntestedVersionWarning, warn_if_untested
 from tests.engine.engine_helpers import collect, until
 from tests.vllm.conftest import NOTHING, SMALL, Left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 THINKER = str(DEMO_FOLDER / "thinker")
 
@@ -42,6 +45,11 @@ def pair() -> Iterator[AsyncOmni]:
         yield pair
 
 
+def _host(engine: AsyncOmni) -> int:
+    """The process id of the host."""
+    return psutil.Process(_core(engine)).ppid()
+
+
 def _core(engine: AsyncOmni) -> int:
     """The process id of vLLM's engine core: the parent of the ranks' processes."""
     return psutil.Process(engine.status().stages[0].ranks[0].pid).ppid()
@@ -54,8 +62,13 @@ def test_a_process_that_is_killed_fails_the_stage_by_name_and_a_restart_serves_a
     async def scenario() -> None:
         golden = (await collect(pair, output_modalities="text"))[-1].text
         pid = pair.status().stages[0].ranks[1].pid if victim == "rank 1" else _core(pair)
+        os.kill(pid, signal.SIGSTOP)
+        running = asyncio.create_task(collect(pair, output_modalities="text"))
+        await until(lambda: pair.status().stages[0].running == 1)
         os.kill(pid, signal.SIGKILL)
         await until(lambda: str(pair.status().stages[0].state) == "FAILED")
+        with pytest.raises(StageFailedError, match=re.escape(f"{victim} (pid {pid}) ended")):
+            await running
         stage = pair.status().stages[0]
         assert f"{victim} (pid {pid}) ended" in stage.last_error
         assert "restart(0)" in stage.last_error
@@ -69,6 +82,75 @@ def test_a_process_that_is_killed_fails_the_stage_by_name_and_a_restart_serves_a
         assert (await collect(pair, output_modalities="text"))[-1].text == golden
 
     asyncio.run(scenario())
+
+
+def test_a_host_that_is_killed_leaves_nothing_and_a_restart_serves_again(pair: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = (await collect(pair, output_modalities="text"))[-1].text
+        core = psutil.Process(_core(pair))
+        host = core.parent()
+        memory = [Path(one.path) for one in core.memory_maps() if one.path.startswith("/dev/shm/psm_")]
+        folders = [Path(one.laddr).parent for one in host.net_connections("unix") if one.laddr.endswith("/ranks")]
+        assert memory
+        assert folders
+        host.kill()
+        await until(lambda: str(pair.status().stages[0].state) == "FAILED")
+        await until(lambda: not any(path.exists() for path in (*memory, *folders)), seconds=5)
+        await pair.restart(0)
+        assert (await collect(pair, output_modalities="text"))[-1].text == golden
+
+    asyncio.run(scenario())
+
+
+SOMEBODY = """
+import mmap, sys
+from multiprocessing import get_context, shared_memory
+sys.stdin.readline()
+files = [open(path, "r+b") for path in sys.argv[1:]]
+theirs = [mmap.mmap(file.fileno(), 0) for file in files]
+mine = shared_memory.SharedMemory(create=True, size=4096)
+lock = get_context("spawn").Lock()
+print(mine.name, lock._semlock.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_group_made_is_removed_and_no_file_of_the_user_s_that_it_had_mapped(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as theirs, tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        checkpoint = Path(theirs) / "model.safetensors"
+        for path in (checkpoint, Path(file.name)):
+            path.write_bytes(b"x" * 4096)
+        command = [sys.executable, "-c", SOMEBODY, checkpoint, file.name]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        with subprocess.Popen(command, process_group=0, **pipes) as group:
+            left = leftovers.Leftovers(group.pid, folder)
+            group.stdin.write("go\n")
+            group.stdin.flush()
+            made = [Path("/dev/shm") / name for name in _named(group.stdout.readline())]
+            assert all(path.exists() for path in made)
+            left.look()
+            os.killpg(group.pid, signal.SIGKILL)
+        left.clean()
+        assert not any(path.exists() for path in (*made, folder))
+        assert checkpoint.exists()
+        assert Path(file.name).exists()
+
+
+def _named(line: str) -> list[str]:
+    """The files of a shared memory and a semaphore with these names."""
+    memory, semaphore = line.split()
+    return [memory, f"sem.{semaphore.removeprefix('/')}"]
+
+
+def test_a_long_temporary_folder_is_no_obstacle(before: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'no_such_option'"):  # it got that far
+        AsyncOmni(THINKER, runtime="vllm", engine_args={**SMALL, "no_such_option": 1})
+    asyncio.run(until(lambda: before.since() == NOTHING))
 
 
 def _broken(folder: Path) -> str:

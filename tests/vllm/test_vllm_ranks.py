@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -264,6 +265,7 @@ def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni
         for level in (1, 2):
             await two.sleep([0], level=level)
             await two.wake_up([0])
+            assert await _vllm(two, "list_loras") == [1]
             assert await tokens(two, lora_request=request) == styled
             assert await tokens(two) == golden
         await two.pin_lora(1)
@@ -271,6 +273,57 @@ def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni
         assert await _vllm(two, "list_loras") == [1]
         await two.remove_lora(1)
         assert await _vllm(two, "list_loras") == []
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())
+
+
+def _style(engine: AsyncOmni, path: Path, seed: int) -> Path:
+    return adapters.write(path, adapters.matrices(engine._core.stages[0].model.adaptable, seed=seed, size=2.0))
+
+
+def test_an_adapter_written_over_another_s_files_computes_nothing_from_the_other_s_cache(
+    two: AsyncOmni, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        last = LoRARequest("style", 1, str(_style(two, tmp_path / "style", seed=1)))
+        await two.add_lora(last)
+        first = await tokens(two, lora_request=last)
+        await two.remove_lora(1)
+        _style(two, tmp_path / "style", seed=2)
+        await two.add_lora(last)
+        second = (await outputs(two, lora_request=last))[-1]
+        assert second.metrics["cached_tokens"] == 0
+        same = LoRARequest("same", 2, str(_style(two, tmp_path / "same", seed=2)))
+        await two.add_lora(same)
+        assert second.outputs[0].token_ids == await tokens(two, lora_request=same) != first
+        await two.remove_lora(1)
+        await two.remove_lora(2)
+
+    asyncio.run(scenario())
+
+
+def test_adapters_that_find_no_slot_need_their_files_no_more_than_the_others(two: AsyncOmni, tmp_path: Path) -> None:
+    count = two._core.stages[0].config.max_loras + 2
+
+    async def scenario() -> None:
+        golden = await tokens(two)
+        styles = []
+        for number in range(1, count + 1):
+            path = _style(two, tmp_path / f"style{number}", seed=number)
+            styles.append(LoRARequest(f"style{number}", number, str(path)))
+            await two.add_lora(styles[-1])
+        styled = [await tokens(two, lora_request=one) for one in styles]
+        for one in styles[::2]:
+            shutil.rmtree(one.lora_path)
+        for one in styles[1::2]:
+            _style(two, tmp_path / one.lora_name, seed=100)
+        assert [await tokens(two, lora_request=one) for one in styles] == styled
+        await two.sleep([0], level=2)
+        await two.wake_up([0])
+        assert [await tokens(two, lora_request=one) for one in styles] == styled
+        for one in styles:
+            await two.remove_lora(one.lora_int_id)
         assert await tokens(two) == golden
 
     asyncio.run(scenario())

@@ -96,7 +96,11 @@ class VllmRunner:
 
 @contextlib.contextmanager
 def _without_adapters(worker: Any, model: nn.Module) -> Iterator[None]:
-    """The model without what vLLM wraps its layers in for adapters: checkpoints name the layers themselves."""
+    """The model without what vLLM wraps its layers in for adapters: checkpoints name the layers themselves.
+
+    The adapters stay where they are, pinned ones too: vLLM would drop them all, and read them again from files that
+    may be others by then.
+    """
     if worker.vllm_config.lora_config is None:
         yield
         return
@@ -110,9 +114,12 @@ def _without_adapters(worker: Any, model: nn.Module) -> Iterator[None]:
     ]
     for parent, name, child in wrapped:
         setattr(parent, name, child.base_layer)
+    manager = worker.model_runner.lora_manager
+    manager.remove_all_adapters = lambda: None
     try:
         yield
     finally:
+        del manager.remove_all_adapters
         for parent, name, child in wrapped:
             setattr(parent, name, child)
 

@@ -37,6 +37,7 @@ class HostedExecutor:
 
     Raises:
         UnsupportedError, OSError: the process could not be started; none is left.
+        ArgumentError: the config has something that can not be sent to it.
     """
 
     def __init__(self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str = HOST) -> None:
@@ -48,9 +49,10 @@ class HostedExecutor:
         self._closed = False
         self._number = 0
         first = specs[0]
+        start = pack(Start(host, payload(first), ()))  # what can not be sent shows before there is a process
         self._unseen = tuple(unseen(where, first.config.device) for where in self.ranks)
         self._link = RankLink(first.where, None, first.config.device, self._loop, self._died)
-        self._link.send(pack(Start(host, payload(first), ())))
+        self._link.send(start)
 
     def _died(self, where: RankId, error: WorkerDiedError) -> None:
         """The host is gone: say why, where it could still tell."""

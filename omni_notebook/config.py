@@ -82,6 +82,8 @@ _TAKEN = {
     "max_loras": "is the stage's own; use max_loras=",
     "max_lora_rank": "is the stage's own; use max_lora_rank=",
     "pipeline_parallel_size": "is not supported; use tensor_parallel_size=",
+    "prefill_context_parallel_size": "is not supported; use tensor_parallel_size=",
+    "nnodes": "is not supported: all ranks are on this machine",
     "data_parallel_size": "is not supported; use num_replicas=",
 }
 _OURS = "is set by this package; leave it out"

@@ -131,7 +131,13 @@ def test_what_can_not_run_on_vllm_is_refused_before_anything_starts(options: dic
 
 @pytest.mark.parametrize(
     ("key", "message"),
-    [("max_num_seqs", "use max_num_seqs="), ("worker_extension_cls", "set by this package"), ("model", "use model=")],
+    [
+        ("max_num_seqs", "use max_num_seqs="),
+        ("nnodes", "on this machine"),
+        ("prefill_context_parallel_size", "use tensor_parallel_size="),
+        ("worker_extension_cls", "set by this package"),
+        ("model", "use model="),
+    ],
 )
 def test_engine_args_do_not_take_what_is_the_stage_s(key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

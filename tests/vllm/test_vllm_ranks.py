@@ -13,12 +13,14 @@ import psutil
 import pytest
 import torch
 
-from omni_notebook.errors import AsleepError, ConfigError, SleepError, StageBusyError, UnsupportedError
+from omni_notebook.errors import AsleepError, ConfigError, SleepError, StageBusyError, UnsupportedError, WakeError
 from omni_notebook.protocol import MIB, LoRARequest
 from tests import adapters
 from tests.engine.engine_helpers import until
+from tests.vllm.models import random_llama
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from omni_notebook.engine.async_omni import AsyncOmni
@@ -214,6 +216,42 @@ def test_a_restart_keeps_the_weights_that_were_loaded_last(two: AsyncOmni, llama
     asyncio.run(scenario())
 
 
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+TAMPER: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "deleted": (shutil.rmtree, "no such model folder"),
+    "truncated": (lambda folder: _truncate(folder / "model.safetensors"), "not a whole safetensors file"),
+    "of another shape": (lambda folder: random_llama(folder, seed=3, intermediate_size=768), "mlp.* has shape"),
+    "of other values": (lambda folder: random_llama(folder, seed=3), "its checksum differs"),
+}
+
+
+@pytest.mark.parametrize("what", TAMPER)
+def test_a_checkpoint_that_changes_while_its_weights_are_gone_is_named_and_the_old_one_put_back_wakes(
+    two: AsyncOmni, llama: Path, tmp_path: Path, what: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(llama, folder)
+    change, message = TAMPER[what]
+
+    async def scenario() -> None:
+        golden = await tokens(two)
+        await two.load_weights(0, str(folder))
+        await two.sleep([0], level=2)
+        change(folder)
+        with pytest.raises(WakeError, match=message):
+            await two.wake_up([0])
+        assert str(two.status().stages[0].state) == "ASLEEP"
+        shutil.copytree(llama, folder, dirs_exist_ok=True)
+        await two.wake_up([0])
+        assert await tokens(two) == golden
+        await two.load_weights(0, str(llama))
+
+    asyncio.run(scenario())
+
+
 def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(two: AsyncOmni) -> None:
     async def scenario() -> None:
         golden = await tokens(two)
@@ -237,8 +275,6 @@ def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(
 
 
 def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) -> None:
-    from tests.vllm.models import random_llama
-
     wide = random_llama(tmp_path, seed=3, intermediate_size=768)
 
     async def scenario() -> None:

@@ -62,8 +62,9 @@ class VllmRunner:
         """Reload all weights in place, by vLLM's own loader.
 
         Raises:
-            ConfigError: vLLM could not load it.
+            ConfigError: it is missing, broken or does not fit, and nothing was touched; or vLLM could not load it.
         """
+        self.check_weights(folder)
         if between is not None:
             between()
         try:

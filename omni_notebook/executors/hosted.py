@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_notebook.errors import ArgumentError, ConfigError, WorkerDiedError
+from omni_notebook.errors import ArgumentError, ConfigError, DeadlineError, WorkerDiedError
 from omni_notebook.executors.base import RankAnswer, on_loop, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting, unseen
 from omni_notebook.executors.mp.messages import Order, Start, payload
@@ -78,6 +78,9 @@ class HostedExecutor:
             arguments = packed(args)
             patience_s = None if timeout_s is None else timeout_s + GRACE_S
             replies = await self.ask_host("order", method, arguments, timeout_s, timeout_s=patience_s)
+        except DeadlineError:
+            waited_s = self._loop.time() - began_s
+            return [silent(where, method, waited_s) for where in self.ranks]
         except Exception as error:  # noqa: BLE001  (every rank answers, whatever happened)
             return [RankAnswer(where, None, error) for where in self.ranks]
         waited_s = self._loop.time() - began_s
@@ -105,6 +108,8 @@ class HostedExecutor:
         answered: asyncio.Future[Any] = self._loop.create_future()
 
         def take(value: Any, error: BaseException | None) -> None:
+            if isinstance(error, WorkerDiedError):
+                error = _with_last_words(error, self.ranks[0])
             if not answered.done():
                 answered.set_result(RankAnswer(self.ranks[0], value, error))
 
@@ -162,7 +167,8 @@ def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
     """The error with what the host said before it ended in the place of a status that tells nobody anything."""
     said = next((line for line in reversed(error.log_lines) if line.startswith(LAST_WORDS)), None)
     if said is None:
-        return error
+        message = str(error).replace(where.title, "the host process of vLLM", 1)
+        return WorkerDiedError(message, stage_id=where.stage_id, rank=where.rank, log_lines=error.log_lines)
     message = (
         f"stage {where.stage_id}: {said.removeprefix(LAST_WORDS)}; other stages go on, call restart({where.stage_id})"
     )

@@ -15,12 +15,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 import pytest
 
 from omni_notebook.config import DEMO_FOLDER
 from omni_notebook.engine.async_omni import AsyncOmni
-from omni_notebook.errors import ConfigError, StageFailedError
+from omni_notebook.errors import ConfigError, StageFailedError, WorkerDiedError
 from omni_notebook.worker.vllm import leftovers
 from omni_notebook.worker.vllm.versions import UntestedVersionWarning, warn_if_untested
 from tests.engine.engine_helpers import collect, until
@@ -64,11 +65,15 @@ def test_a_process_that_is_killed_fails_the_stage_by_name_and_a_restart_serves_a
         pid = pair.status().stages[0].ranks[1].pid if victim == "rank 1" else _core(pair)
         os.kill(pid, signal.SIGSTOP)
         running = asyncio.create_task(collect(pair, output_modalities="text"))
+        executor = pair._core.stages[0].replicas[0].executor
+        asking = asyncio.wrap_future(pair.submit(executor.ask_host("order", "ping", msgspec.msgpack.encode(()), None)))
         await until(lambda: pair.status().stages[0].running == 1)
         os.kill(pid, signal.SIGKILL)
         await until(lambda: str(pair.status().stages[0].state) == "FAILED")
         with pytest.raises(StageFailedError, match=re.escape(f"{victim} (pid {pid}) ended")):
             await running
+        with pytest.raises(WorkerDiedError, match=re.escape(f"{victim} (pid {pid}) ended")):
+            await asking
         stage = pair.status().stages[0]
         assert f"{victim} (pid {pid}) ended" in stage.last_error
         assert "restart(0)" in stage.last_error
@@ -95,6 +100,7 @@ def test_a_host_that_is_killed_leaves_nothing_and_a_restart_serves_again(pair: A
         assert folders
         host.kill()
         await until(lambda: str(pair.status().stages[0].state) == "FAILED")
+        assert "the host process of vLLM of stage 0 was killed by SIGKILL" in pair.status().stages[0].last_error
         await until(lambda: not any(path.exists() for path in (*memory, *folders)), seconds=5)
         await pair.restart(0)
         assert (await collect(pair, output_modalities="text"))[-1].text == golden

@@ -274,6 +274,25 @@ def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(
     asyncio.run(scenario())
 
 
+def test_a_host_that_hangs_ends_the_order_by_the_order_s_name_and_all_goes_on_after(two: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        await two.pause_generation(mode="keep")
+        host = psutil.Process(pids(two)[0]).parent().parent()
+        host.suspend()
+        try:
+            with pytest.raises(SleepError, match="rank 0 of stage 0 did not answer 'barrier' within") as caught:
+                await two.sleep([0], level=1, timeout=1)
+        finally:
+            host.resume()
+        assert [ack.rank for ack in caught.value.acks] == [0, 1]
+        assert str(two.status().stages[0].state) == "AWAKE"
+        await two.resume_generation()
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())
+
+
 def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) -> None:
     wide = random_llama(tmp_path, seed=3, intermediate_size=768)
 

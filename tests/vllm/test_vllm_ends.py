@@ -184,6 +184,25 @@ def test_a_start_that_fails_says_the_root_cause_and_leaves_nothing(
     asyncio.run(until(lambda: before.since() == NOTHING))
 
 
+class Enough(Exception):  # noqa: N818  (a wish, not an error)
+    """Raised by whoever no longer wants a start."""
+
+
+def test_a_start_that_is_called_off_ends_long_before_vllm_is_ready_and_leaves_nothing(before: Left) -> None:
+    children = set(psutil.Process().children())
+
+    def progress(_label: str, _fraction: float) -> None:
+        if set(psutil.Process().children()) - children:
+            raise Enough
+
+    began_s = time.perf_counter()
+    with pytest.raises(Enough):
+        AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL, progress=progress)
+    assert time.perf_counter() - began_s < 8
+    assert set(psutil.Process().children()) <= children
+    asyncio.run(until(lambda: before.since() == NOTHING))
+
+
 KERNEL = f"""
 from omni_notebook import AsyncOmni
 engine = AsyncOmni({THINKER!r}, runtime="vllm", engine_args={SMALL!r})

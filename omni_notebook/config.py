@@ -82,6 +82,8 @@ _TAKEN = {
     "max_loras": "is the stage's own; use max_loras=",
     "max_lora_rank": "is the stage's own; use max_lora_rank=",
     "pipeline_parallel_size": "is not supported; use tensor_parallel_size=",
+    "prefill_context_parallel_size": "is not supported; use tensor_parallel_size=",
+    "nnodes": "is not supported: all ranks are on this machine",
     "data_parallel_size": "is not supported; use num_replicas=",
 }
 _OURS = "is set by this package; leave it out"
@@ -170,6 +172,11 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         taken = sorted(VLLM_ARGS_OF_OURS & self.engine_args.keys())
         if taken:
             _refuse(f"engine_args[{taken[0]!r}]", self.engine_args[taken[0]], _TAKEN.get(taken[0], _OURS))
+        for key, value in self.engine_args.items():
+            if not _is_plain(value):
+                _refuse(
+                    f"engine_args[{key!r}]", value, "can not be sent to vLLM: write names, numbers, lists and dicts"
+                )
         if self.step_execution and self.kind != "diffusion":
             _refuse("step_execution", self.step_execution, "is for diffusion stages")
         self._refuse_what_does_not_run_yet()
@@ -256,6 +263,15 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError(msg)
         if self.default_timeout is not None and not self.default_timeout > 0:  # NaN too
             _refuse("default_timeout", self.default_timeout, "must be more than 0 seconds")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value can be sent to another process as it is."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _refuse(key: str, value: object, why: str) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 ORDER_S = 120.0
 QUIESCE_S = 300.0
 SETTLE_S = 3.0
+PROGRESS_S = 0.2
 
 
 class Core:
@@ -62,10 +63,13 @@ class Core:
     async def start(self, progress: Callable[[str, float], None]) -> None:
         """Make and load all stages at the same time; if one fails, none is left.
 
+        `progress` is called again and again; what it raises calls the start off.
+
         Raises:
-            Exception: what the first stage that failed raised.
+            Exception: what the first stage that failed raised, or `progress`.
         """
-        progress("reading models", 0.0)
+        now: tuple[str, float] = ("reading models", 0.0)
+        progress(*now)
         self.ledger.open()
         for place, config in enumerate(self.config.stages):
             self.stages.append(Stage(place, config, make_executor(config), self._on_change))
@@ -79,16 +83,18 @@ class Core:
         ready = 0
 
         async def start_one(stage: Stage) -> None:
-            nonlocal ready
+            nonlocal ready, now
             await stage.start()
             ready += 1
-            progress(f"stage {stage.stage_id} ({stage.config.title}) is ready", ready / len(self.stages))
+            now = (f"stage {stage.stage_id} ({stage.config.title}) is ready", ready / len(self.stages))
+            progress(*now)
 
-        results = await asyncio.gather(*(start_one(stage) for stage in self.stages), return_exceptions=True)
-        error = next((r for r in results if isinstance(r, BaseException)), None)
-        if error is not None:
+        starting = [asyncio.create_task(start_one(stage)) for stage in self.stages]
+        try:
+            await _all_done(starting, lambda: progress(*now))
+        except Exception:
             await self.shutdown()
-            raise error
+            raise
         await self.ledger.written()
 
     @staticmethod
@@ -272,3 +278,22 @@ class Core:
             stages=stages,
             notes=self.ledger.notes,
         )
+
+
+async def _all_done(tasks: Sequence[asyncio.Task[None]], tick: Callable[[], None]) -> None:
+    """Wait for all, calling `tick` now and then; none goes on once one, or `tick`, has raised.
+
+    Raises:
+        Exception: what the first of them that failed, or `tick`, raised.
+    """
+    try:
+        while not all(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=PROGRESS_S, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            tick()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_notebook.errors import ArgumentError, ConfigError, WorkerDiedError
+from omni_notebook.errors import ArgumentError, ConfigError, DeadlineError, WorkerDiedError
 from omni_notebook.executors.base import RankAnswer, on_loop, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting, unseen
 from omni_notebook.executors.mp.messages import Order, Start, payload
@@ -39,6 +39,7 @@ class HostedExecutor:
 
     Raises:
         UnsupportedError, OSError: the process could not be started; none is left.
+        ArgumentError: the config has something that can not be sent to it.
     """
 
     def __init__(self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str = HOST) -> None:
@@ -50,9 +51,10 @@ class HostedExecutor:
         self._closed = False
         self._number = 0
         first = specs[0]
+        start = pack(Start(host, payload(first), ()))  # what can not be sent shows before there is a process
         self._unseen = tuple(unseen(where, first.config.device) for where in self.ranks)
         self._link = RankLink(first.where, None, first.config.device, self._loop, self._died)
-        self._link.send(pack(Start(host, payload(first), ())))
+        self._link.send(start)
 
     def _died(self, where: RankId, error: WorkerDiedError) -> None:
         """The host is gone: say why, where it could still tell."""
@@ -78,6 +80,9 @@ class HostedExecutor:
             arguments = packed(args)
             patience_s = None if timeout_s is None else timeout_s + GRACE_S
             replies = await self.ask_host("order", method, arguments, timeout_s, timeout_s=patience_s)
+        except DeadlineError:
+            waited_s = self._loop.time() - began_s
+            return [silent(where, method, waited_s) for where in self.ranks]
         except Exception as error:  # noqa: BLE001  (every rank answers, whatever happened)
             return [RankAnswer(where, None, error) for where in self.ranks]
         waited_s = self._loop.time() - began_s
@@ -105,6 +110,8 @@ class HostedExecutor:
         answered: asyncio.Future[Any] = self._loop.create_future()
 
         def take(value: Any, error: BaseException | None) -> None:
+            if isinstance(error, WorkerDiedError):
+                error = _with_last_words(error, self.ranks[0])
             if not answered.done():
                 answered.set_result(RankAnswer(self.ranks[0], value, error))
 
@@ -162,7 +169,8 @@ def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
     """The error with what the host said before it ended in the place of a status that tells nobody anything."""
     said = next((line for line in reversed(error.log_lines) if line.startswith(LAST_WORDS)), None)
     if said is None:
-        return error
+        message = str(error).replace(where.title, "the host process of vLLM", 1)
+        return WorkerDiedError(message, stage_id=where.stage_id, rank=where.rank, log_lines=error.log_lines)
     cause = _last_raised(error.log_lines) if any(_FATAL in line for line in error.log_lines) else None
     message = (
         f"stage {where.stage_id}: {said.removeprefix(LAST_WORDS)}{'' if cause is None else f' ({cause})'}; "

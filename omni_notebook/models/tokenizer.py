@@ -64,7 +64,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text with the folder's special tokens around it, cut to `max_prompt_tokens`."""
-        return list(self._tokenizer.encode(_printable(text)).ids)
+        return list(self._tokenizer.encode(printable(text)).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens left out, without outer spaces."""
@@ -122,7 +122,7 @@ class PlanGrammar:
             raise ValueError(msg) from None
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Replace lone surrogates, which no UTF-8 can carry."""
     return text.encode("utf-8", "replace").decode("utf-8")
 

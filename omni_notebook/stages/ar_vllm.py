@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omni_notebook.config import GRAMMAR_FILE
 from omni_notebook.errors import ArgumentError
 from omni_notebook.models.loaders import checkpoint_shapes
-from omni_notebook.models.tokenizer import TextTokenizer
+from omni_notebook.models.tokenizer import TextTokenizer, printable
 from omni_notebook.stages.vllm_scheduler import TextPrompt, VllmScheduler
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from omni_notebook.transport.connector import Connector
 
 
+_IDS = 2**31
+"""Above every id that a vocabulary can have."""
 _ADAPTED = ("_proj.weight",)
 """Which layers vLLM adapts in every causal language model: projections of attention and of the feed-forward part."""
 
@@ -60,9 +62,9 @@ class ArVllmModel:
             if not prompt.strip():
                 msg = "the prompt is empty; nothing was started"
                 raise ArgumentError(msg)
-            return TextPrompt(prompt if self._tokenizer is None else tuple(self._tokenizer.encode(prompt)))
+            return TextPrompt(printable(prompt) if self._tokenizer is None else tuple(self._tokenizer.encode(prompt)))
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        if not isinstance(ids, list | tuple) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
+        if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int and 0 <= i < _IDS for i in ids):
             msg = 'a prompt is a string or {"prompt_token_ids": [ints]}; nothing was started'
             raise ArgumentError(msg)
         return TextPrompt(tuple(ids))

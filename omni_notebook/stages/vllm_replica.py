@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import EngineClosedError, WorkerDiedError
-from omni_notebook.worker.vllm.wire import TextOutput
+from omni_notebook.errors import ArgumentError, EngineClosedError, WorkerDiedError
+from omni_notebook.worker.faults import describe
+from omni_notebook.worker.vllm.wire import TextOutput, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.stages.vllm_scheduler import VllmScheduler
     from omni_notebook.stages.waiting import Signal
+    from omni_notebook.worker.vllm.wire import TextRequest
 
 _GONE = (WorkerDiedError, EngineClosedError)
 
@@ -153,11 +155,20 @@ class VllmReplica:
             self._frozen = False
             stale, self._stale = self._stale, False
             await self.executor.ask_host("thaw", stale)
-        requests = self.scheduler.take()
+        requests = [data for request in self.scheduler.take() if (data := self._sendable(request)) is not None]
         if requests:
             self._on_start()
             await self.executor.ask_host("submit", requests)
         self._changed.notify()
+
+    def _sendable(self, request: TextRequest) -> bytes | None:
+        """A request as bytes; one that can not be sent ends alone, and the others of the stage go on."""
+        try:
+            return packed(request)
+        except (TypeError, ValueError, OverflowError) as error:  # UnicodeEncodeError among them
+            fault = describe(ArgumentError(f"request {request.request_id}: {error}; vLLM was not asked"))
+            self._take([TextOutput(request_id=request.request_id, fault=fault)])
+            return None
 
     async def _stand_still(self) -> None:
         self._take(await self.executor.ask_host("freeze", kind=list[TextOutput]))

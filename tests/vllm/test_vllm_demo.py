@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
+import torch
 
 import omni_notebook as omni
 from omni_notebook.engine.async_omni import AsyncOmni
@@ -86,6 +89,33 @@ def test_bad_requests_end_alone(demo: AsyncOmni) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("ids", [[True], [2**63], [2**64], [10**30]], ids=str)
+def test_ids_that_no_vocabulary_has_are_refused_before_vllm_is_asked(demo: AsyncOmni, ids: list[int]) -> None:
+    with pytest.raises(ArgumentError, match="a prompt is a string or"):
+        asyncio.run(collect(demo, {"prompt_token_ids": ids}, output_modalities="text"))
+
+
+def test_a_request_that_can_not_be_sent_ends_alone(demo: AsyncOmni) -> None:
+    async def scenario() -> None:
+        before = await plans(demo)
+        unsendable = {"stop_token_ids": [10**30]}
+        ends = await asyncio.gather(
+            collect(demo, PROMPTS[0], output_modalities="text"),
+            collect(demo, PROMPTS[1], output_modalities="text", sampling_params=unsendable),
+            collect(demo, "half a pair \ud800", output_modalities="text"),
+            collect(demo, PROMPTS[2], output_modalities="text"),
+            return_exceptions=True,
+        )
+        assert isinstance(ends[1], ArgumentError)
+        assert "vLLM was not asked" in str(ends[1])
+        texts = [end[-1].text for end in ends if not isinstance(end, BaseException)]
+        assert texts[::2] == [before[0][1], before[2][1]]
+        assert str(demo.status().stages[0].state) == "AWAKE"
+        assert await plans(demo) == before
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -101,8 +131,22 @@ def test_what_can_not_run_on_vllm_is_refused_before_anything_starts(options: dic
 
 @pytest.mark.parametrize(
     ("key", "message"),
-    [("max_num_seqs", "use max_num_seqs="), ("worker_extension_cls", "set by this package"), ("model", "use model=")],
+    [
+        ("max_num_seqs", "use max_num_seqs="),
+        ("nnodes", "on this machine"),
+        ("prefill_context_parallel_size", "use tensor_parallel_size="),
+        ("worker_extension_cls", "set by this package"),
+        ("model", "use model="),
+    ],
 )
 def test_engine_args_do_not_take_what_is_the_stage_s(key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AsyncOmni("demo", stage_overrides={0: {"runtime": "vllm", "engine_args": {key: "x"}}})
+
+
+@pytest.mark.parametrize("value", [torch.bfloat16, len, object(), Path(), 2**70, [{"deep": torch.int8}]], ids=str)
+def test_engine_args_that_can_not_be_sent_are_refused_and_start_nothing(value: object) -> None:
+    children = psutil.Process().children()
+    with pytest.raises(ConfigError, match=r"engine_args\['dtype'\]=.* can not be sent to vLLM"):
+        AsyncOmni("demo", stage_overrides={0: {"runtime": "vllm", "engine_args": {"dtype": value}}})
+    assert psutil.Process().children() == children

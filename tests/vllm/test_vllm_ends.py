@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 import pytest
 
 from omni_notebook.config import DEMO_FOLDER
 from omni_notebook.engine.async_omni import AsyncOmni
-from omni_notebook.errors import ConfigError, StageFailedError
+from omni_notebook.errors import ConfigError, StageFailedError, WorkerDiedError
+from omni_notebook.worker.vllm import leftovers
 from omni_notebook.worker.vllm.versions import UntestedVersionWarning, warn_if_untested
 from tests.engine.engine_helpers import collect, until
 from tests.vllm import falling
@@ -25,7 +30,6 @@ from tests.vllm.conftest import NOTHING, SMALL, Left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 THINKER = str(DEMO_FOLDER / "thinker")
 
@@ -43,6 +47,11 @@ def pair() -> Iterator[AsyncOmni]:
         yield pair
 
 
+def _host(engine: AsyncOmni) -> int:
+    """The process id of the host."""
+    return psutil.Process(_core(engine)).ppid()
+
+
 def _core(engine: AsyncOmni) -> int:
     """The process id of vLLM's engine core: the parent of the ranks' processes."""
     return psutil.Process(engine.status().stages[0].ranks[0].pid).ppid()
@@ -55,8 +64,17 @@ def test_a_process_that_is_killed_fails_the_stage_by_name_and_a_restart_serves_a
     async def scenario() -> None:
         golden = (await collect(pair, output_modalities="text"))[-1].text
         pid = pair.status().stages[0].ranks[1].pid if victim == "rank 1" else _core(pair)
+        os.kill(pid, signal.SIGSTOP)
+        running = asyncio.create_task(collect(pair, output_modalities="text"))
+        executor = pair._core.stages[0].replicas[0].executor
+        asking = asyncio.wrap_future(pair.submit(executor.ask_host("order", "ping", msgspec.msgpack.encode(()), None)))
+        await until(lambda: pair.status().stages[0].running == 1)
         os.kill(pid, signal.SIGKILL)
         await until(lambda: str(pair.status().stages[0].state) == "FAILED")
+        with pytest.raises(StageFailedError, match=re.escape(f"{victim} (pid {pid}) ended")):
+            await running
+        with pytest.raises(WorkerDiedError, match=re.escape(f"{victim} (pid {pid}) ended")):
+            await asking
         stage = pair.status().stages[0]
         assert f"{victim} (pid {pid}) ended" in stage.last_error
         assert "restart(0)" in stage.last_error
@@ -81,7 +99,7 @@ def test_a_step_that_raises_fails_the_stage_and_everybody_hears_why(
 
     async def scenario() -> None:
         golden = (await collect(engine))[-1].text
-        with pytest.raises(StageFailedError, match=rf"engine core .*{falling.WORDS}'\); .*restart\(0\)"):
+        with pytest.raises(StageFailedError, match=rf"ended, .*{falling.WORDS}'\); .*restart\(0\)"):
             await collect(engine, falling.FALLS)
         await until(lambda: str(engine.status().stages[0].state) == "FAILED")
         assert falling.WORDS in engine.status().stages[0].last_error
@@ -90,6 +108,76 @@ def test_a_step_that_raises_fails_the_stage_and_everybody_hears_why(
 
     with engine:
         asyncio.run(scenario())
+
+
+def test_a_host_that_is_killed_leaves_nothing_and_a_restart_serves_again(pair: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = (await collect(pair, output_modalities="text"))[-1].text
+        core = psutil.Process(_core(pair))
+        host = core.parent()
+        memory = [Path(one.path) for one in core.memory_maps() if one.path.startswith("/dev/shm/psm_")]
+        folders = [Path(one.laddr).parent for one in host.net_connections("unix") if one.laddr.endswith("/ranks")]
+        assert memory
+        assert folders
+        host.kill()
+        await until(lambda: str(pair.status().stages[0].state) == "FAILED")
+        assert "the host process of vLLM of stage 0 was killed by SIGKILL" in pair.status().stages[0].last_error
+        await until(lambda: not any(path.exists() for path in (*memory, *folders)), seconds=5)
+        await pair.restart(0)
+        assert (await collect(pair, output_modalities="text"))[-1].text == golden
+
+    asyncio.run(scenario())
+
+
+SOMEBODY = """
+import mmap, sys
+from multiprocessing import get_context, shared_memory
+sys.stdin.readline()
+files = [open(path, "r+b") for path in sys.argv[1:]]
+theirs = [mmap.mmap(file.fileno(), 0) for file in files]
+mine = shared_memory.SharedMemory(create=True, size=4096)
+lock = get_context("spawn").Lock()
+print(mine.name, lock._semlock.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_group_made_is_removed_and_no_file_of_the_user_s_that_it_had_mapped(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as theirs, tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        checkpoint = Path(theirs) / "model.safetensors"
+        for path in (checkpoint, Path(file.name)):
+            path.write_bytes(b"x" * 4096)
+        command = [sys.executable, "-c", SOMEBODY, checkpoint, file.name]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        with subprocess.Popen(command, process_group=0, **pipes) as group:
+            left = leftovers.Leftovers(group.pid, folder)
+            group.stdin.write("go\n")
+            group.stdin.flush()
+            made = [Path("/dev/shm") / name for name in _named(group.stdout.readline())]
+            assert all(path.exists() for path in made)
+            left.look()
+            os.killpg(group.pid, signal.SIGKILL)
+        left.clean()
+        assert not any(path.exists() for path in (*made, folder))
+        assert checkpoint.exists()
+        assert Path(file.name).exists()
+
+
+def _named(line: str) -> list[str]:
+    """The files of a shared memory and a semaphore with these names."""
+    memory, semaphore = line.split()
+    return [memory, f"sem.{semaphore.removeprefix('/')}"]
+
+
+def test_a_long_temporary_folder_is_no_obstacle(before: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'no_such_option'"):  # it got that far
+        AsyncOmni(THINKER, runtime="vllm", engine_args={**SMALL, "no_such_option": 1})
+    asyncio.run(until(lambda: before.since() == NOTHING))
 
 
 def _broken(folder: Path) -> str:
@@ -118,6 +206,25 @@ def test_a_start_that_fails_says_the_root_cause_and_leaves_nothing(
     model = _broken(tmp_path / "half") if broken else THINKER
     with pytest.raises(ConfigError, match=message):
         AsyncOmni(model, runtime="vllm", engine_args={**SMALL, **arguments})
+    asyncio.run(until(lambda: before.since() == NOTHING))
+
+
+class Enough(Exception):  # noqa: N818  (a wish, not an error)
+    """Raised by whoever no longer wants a start."""
+
+
+def test_a_start_that_is_called_off_ends_long_before_vllm_is_ready_and_leaves_nothing(before: Left) -> None:
+    children = set(psutil.Process().children())
+
+    def progress(_label: str, _fraction: float) -> None:
+        if set(psutil.Process().children()) - children:
+            raise Enough
+
+    began_s = time.perf_counter()
+    with pytest.raises(Enough):
+        AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL, progress=progress)
+    assert time.perf_counter() - began_s < 8
+    assert set(psutil.Process().children()) <= children
     asyncio.run(until(lambda: before.since() == NOTHING))
 
 

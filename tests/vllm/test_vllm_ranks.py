@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,15 @@ import psutil
 import pytest
 import torch
 
-from omni_notebook.errors import AsleepError, ConfigError, SleepError, StageBusyError, UnsupportedError
+from omni_notebook.errors import AsleepError, ConfigError, SleepError, StageBusyError, UnsupportedError, WakeError
 from omni_notebook.protocol import MIB, LoRARequest
 from omni_notebook.worker.vllm.versions import vllm_version
 from tests import adapters
 from tests.engine.engine_helpers import until
+from tests.vllm.models import random_llama
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from omni_notebook.engine.async_omni import AsyncOmni
@@ -214,6 +217,42 @@ def test_a_restart_keeps_the_weights_that_were_loaded_last(two: AsyncOmni, llama
     asyncio.run(scenario())
 
 
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+TAMPER: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "deleted": (shutil.rmtree, "no such model folder"),
+    "truncated": (lambda folder: _truncate(folder / "model.safetensors"), "not a whole safetensors file"),
+    "of another shape": (lambda folder: random_llama(folder, seed=3, intermediate_size=768), "mlp.* has shape"),
+    "of other values": (lambda folder: random_llama(folder, seed=3), "its checksum differs"),
+}
+
+
+@pytest.mark.parametrize("what", TAMPER)
+def test_a_checkpoint_that_changes_while_its_weights_are_gone_is_named_and_the_old_one_put_back_wakes(
+    two: AsyncOmni, llama: Path, tmp_path: Path, what: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(llama, folder)
+    change, message = TAMPER[what]
+
+    async def scenario() -> None:
+        golden = await tokens(two)
+        await two.load_weights(0, str(folder))
+        await two.sleep([0], level=2)
+        change(folder)
+        with pytest.raises(WakeError, match=message):
+            await two.wake_up([0])
+        assert str(two.status().stages[0].state) == "ASLEEP"
+        shutil.copytree(llama, folder, dirs_exist_ok=True)
+        await two.wake_up([0])
+        assert await tokens(two) == golden
+        await two.load_weights(0, str(llama))
+
+    asyncio.run(scenario())
+
+
 def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(two: AsyncOmni) -> None:
     async def scenario() -> None:
         golden = await tokens(two)
@@ -235,9 +274,26 @@ def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(
     asyncio.run(scenario())
 
 
-def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) -> None:
-    from tests.vllm.models import random_llama
+def test_a_host_that_hangs_ends_the_order_by_the_order_s_name_and_all_goes_on_after(two: AsyncOmni) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        await two.pause_generation(mode="keep")
+        host = psutil.Process(pids(two)[0]).parent().parent()
+        host.suspend()
+        try:
+            with pytest.raises(SleepError, match="rank 0 of stage 0 did not answer 'barrier' within") as caught:
+                await two.sleep([0], level=1, timeout=1)
+        finally:
+            host.resume()
+        assert [ack.rank for ack in caught.value.acks] == [0, 1]
+        assert str(two.status().stages[0].state) == "AWAKE"
+        await two.resume_generation()
+        assert await tokens(two) == golden
 
+    asyncio.run(scenario())
+
+
+def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) -> None:
     wide = random_llama(tmp_path, seed=3, intermediate_size=768)
 
     async def scenario() -> None:
@@ -267,6 +323,7 @@ def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni
         for level in (1, 2):
             await two.sleep([0], level=level)
             await two.wake_up([0])
+            assert await _vllm(two, "list_loras") == [1]
             assert await tokens(two, lora_request=request) == styled
             assert await tokens(two) == golden
         await two.pin_lora(1)
@@ -274,6 +331,57 @@ def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni
         assert await _vllm(two, "list_loras") == [1]
         await two.remove_lora(1)
         assert await _vllm(two, "list_loras") == []
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())
+
+
+def _style(engine: AsyncOmni, path: Path, seed: int) -> Path:
+    return adapters.write(path, adapters.matrices(engine._core.stages[0].model.adaptable, seed=seed, size=2.0))
+
+
+def test_an_adapter_written_over_another_s_files_computes_nothing_from_the_other_s_cache(
+    two: AsyncOmni, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        last = LoRARequest("style", 1, str(_style(two, tmp_path / "style", seed=1)))
+        await two.add_lora(last)
+        first = await tokens(two, lora_request=last)
+        await two.remove_lora(1)
+        _style(two, tmp_path / "style", seed=2)
+        await two.add_lora(last)
+        second = (await outputs(two, lora_request=last))[-1]
+        assert second.metrics["cached_tokens"] == 0
+        same = LoRARequest("same", 2, str(_style(two, tmp_path / "same", seed=2)))
+        await two.add_lora(same)
+        assert second.outputs[0].token_ids == await tokens(two, lora_request=same) != first
+        await two.remove_lora(1)
+        await two.remove_lora(2)
+
+    asyncio.run(scenario())
+
+
+def test_adapters_that_find_no_slot_need_their_files_no_more_than_the_others(two: AsyncOmni, tmp_path: Path) -> None:
+    count = two._core.stages[0].config.max_loras + 2
+
+    async def scenario() -> None:
+        golden = await tokens(two)
+        styles = []
+        for number in range(1, count + 1):
+            path = _style(two, tmp_path / f"style{number}", seed=number)
+            styles.append(LoRARequest(f"style{number}", number, str(path)))
+            await two.add_lora(styles[-1])
+        styled = [await tokens(two, lora_request=one) for one in styles]
+        for one in styles[::2]:
+            shutil.rmtree(one.lora_path)
+        for one in styles[1::2]:
+            _style(two, tmp_path / one.lora_name, seed=100)
+        assert [await tokens(two, lora_request=one) for one in styles] == styled
+        await two.sleep([0], level=2)
+        await two.wake_up([0])
+        assert [await tokens(two, lora_request=one) for one in styles] == styled
+        for one in styles:
+            await two.remove_lora(one.lora_int_id)
         assert await tokens(two) == golden
 
     asyncio.run(scenario())

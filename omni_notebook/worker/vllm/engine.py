@@ -28,6 +28,9 @@ EXTENSION = "omni_notebook.worker.vllm.extension.OmniWorkerExtension"
 GRAMMAR = "omni_notebook.worker.vllm.grammar:PlanGrammarProcessor"
 CPU_KV_BYTES = 1024 * MIB
 """A CPU's KV cache where nobody says how large it shall be; vLLM would take most of the machine."""
+ADAPTERS_KEPT = 100_000
+"""How many adapters a rank keeps in host memory: all. One that vLLM drops it reads again from files that may be gone,
+or another adapter's by then."""
 NEEDED = (
     "abort",
     "add_lora",
@@ -108,7 +111,9 @@ def is_dead(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """What an error says, without what pydantic puts around it."""
-    text = " ".join(str(error).split())
+    text = re.sub(
+        r" \[type=\w+, .*?, input_type=\w+\](?: For further information visit \S+)?", "", " ".join(str(error).split())
+    )
     found = re.search(r"(?:Value error, |Assertion failed, )(.*?)(?: \[type=|$)", text)
     return (found[1] if found else text).rstrip(".")
 
@@ -138,7 +143,11 @@ def engine_arguments(spec: WorkerSpec) -> dict[str, Any]:
     else:
         arguments["enable_sleep_mode"] = True
     if config.engine_args.get("enable_lora"):
-        arguments |= {"max_loras": config.max_loras, "max_lora_rank": _allowed_rank(config.max_lora_rank)}
+        arguments |= {
+            "max_loras": config.max_loras,
+            "max_lora_rank": _allowed_rank(config.max_lora_rank),
+            "max_cpu_loras": max(config.max_loras, ADAPTERS_KEPT),
+        }
     if (Path(config.model) / GRAMMAR_FILE).is_file():
         arguments["logits_processors"] = [GRAMMAR]
     if not (Path(config.model) / "tokenizer_config.json").exists() and Path(config.model).is_dir():

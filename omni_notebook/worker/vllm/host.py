@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_notebook.errors import UnsupportedError
+from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.vllm import engine, leftovers
@@ -55,8 +55,12 @@ _ADAPTER_ORDERS: dict[str, Callable[[engine.Adapters, Any], Awaitable[None]]] = 
 """What vLLM does itself before its ranks do their part of an order."""
 _SOCKET = "ranks"
 _BUFFER_BYTES = 4 * 1024 * 1024
+_FOLDER_BYTES = 50
+"""Room for our folder's name in it, and for vLLM's sockets, whose names have 36 characters."""
 _DATAGRAM_BYTES = 1024 * 1024
 CORE = "vLLM's engine core"
+FATAL_S = 10.0
+"""An engine core that has failed is given this long to end with its ranks."""
 DIED = 70
 """The exit status of a host whose ranks have died."""
 
@@ -67,8 +71,8 @@ class VllmHost:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._size = spec.config.tensor_parallel_size
-        self._folder = Path(tempfile.mkdtemp(prefix="omni-vllm-"))
-        self._names: set[str] = set()
+        self._folder = Path(tempfile.mkdtemp(prefix="omni-vllm-", dir=_short_folder()))
+        self._left = leftovers.Leftovers(os.getpgrp(), self._folder)
         self._sentinel = leftovers.Sentinel(self._folder)
         self._llm: Any = None
         self._core = 0
@@ -108,8 +112,8 @@ class VllmHost:
     async def _start(self) -> None:
         self._listen()
         self._llm = await engine.make(self._spec, self._folder)
-        self._names = leftovers.shared_memory(os.getpgrp())
-        self._sentinel.tell(self._names)
+        self._left.look()
+        self._sentinel.started()
         attach = Attach(
             spec=self._spec,
             address=str(self._folder / _SOCKET),
@@ -221,8 +225,11 @@ class VllmHost:
         return sorted(answer) if isinstance(answer, set) else answer
 
     async def _after(self, method: str) -> None:
-        """Before memory goes, give up the caches that take some; what else is stale is cleared by the next thaw."""
-        if method == "prepare_sleep":
+        """Give up the caches: before memory goes those that take some, with an adapter what was computed with it.
+
+        (VLLM finds it by the adapter's name, and another may get that.) What else is stale the next thaw clears.
+        """
+        if method in {"prepare_sleep", "remove_lora"}:
             await self._clear_caches()
 
     async def _clear_caches(self) -> None:
@@ -233,9 +240,9 @@ class VllmHost:
 
     # -------------------------------------------------------------------------------- requests
 
-    def submit(self, requests: list[Any]) -> Future[None]:
-        """Begin requests; what becomes of them comes by `outputs`."""
-        return self._go(self._submit(msgspec.convert(requests, list[TextRequest])))
+    def submit(self, requests: list[bytes]) -> Future[None]:
+        """Begin requests (a packed `TextRequest` each); what becomes of them comes by `outputs`."""
+        return self._go(self._submit([msgspec.msgpack.decode(request, type=TextRequest) for request in requests]))
 
     async def _submit(self, requests: list[TextRequest]) -> None:
         for request in requests:
@@ -257,8 +264,10 @@ class VllmHost:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  (it belongs to whoever asked)
-            if engine.is_dead(error):
-                self._ended_with(self._core, CORE)
+            if self._llm.errored or engine.is_dead(error):
+                # its processes end now; who watches them says so, for all requests
+                self._loop.call_later(FATAL_S, self._ended_with, self._core, CORE)
+                return
             self._put(TextOutput(request_id=request.request_id, fault=describe(error)))
 
     def _put(self, output: TextOutput) -> None:
@@ -324,8 +333,25 @@ class VllmHost:
         self._clean()
 
     def _clean(self) -> None:
-        leftovers.clean(os.getpgrp(), self._names, self._folder)
+        self._left.clean()
         leftovers.stop_tracker()
+
+
+def _short_folder() -> str:
+    """The first temporary folder in which a socket's path is not too long. Source: unix(7), 108 bytes.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folders = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp")  # noqa: S108
+    for folder in folders:
+        if 0 < len(os.fsencode(folder)) <= _FOLDER_BYTES and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    msg = (
+        f"no temporary folder is short enough for vLLM's sockets: {folders[0]!r} is longer than {_FOLDER_BYTES} bytes; "
+        "set TMPDIR to a shorter one. Nothing was started"
+    )
+    raise ConfigError(msg)
 
 
 class _Asked:

@@ -3,46 +3,99 @@
     python -m omni_notebook.worker.vllm.leftovers GROUP FOLDER
 
 is the sentinel: a small process that cleans up when its standard input ends, that is when the host is gone, however
-it went. Names of shared memory come by that way, one a line.
+it went. It is in a group of its own: who ends the host's group must not end it too. A line on its input says that
+vLLM has started; until then it looks itself, again and again, what shared memory there is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-_SHARED_MEMORY = "/dev/shm/"  # noqa: S108  (where POSIX shared memory is, by name)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory is, by name)
+_LOOK_S = 0.2
+_PASS_S = 0.01
+_END_S = 10.0
 
 
-def shared_memory(group: int) -> set[str]:
-    """The named shared memory that the processes of a group have mapped."""
-    found: set[str] = set()
-    for pid in _members(group):
-        found |= _mapped(pid)
-    return found
+class Leftovers:
+    """What a group of processes will leave; made before they are.
 
-
-def clean(group: int, names: set[str], folder: Path) -> None:
-    """End a group's other processes, and remove what has these names, what else they had mapped, and a folder.
-
-    Python's resource tracker is left: it ends with the last of them, and removes what they had registered.
+    Args:
+        group: the number of the group; vLLM starts no other groups.
+        folder: a folder that goes with them.
     """
-    names = names | shared_memory(group)
-    for pid in _members(group):
-        if pid != os.getpid() and not _is_tracker(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    for name in names:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+
+    def __init__(self, group: int, folder: Path) -> None:
+        self._group = group
+        self._folder = folder
+        self._before = frozenset(path.name for path, _ in _named())
+        self._names: set[Path] = set()
+
+    def look(self) -> None:
+        """Remember the named shared memory that the processes have mapped now.
+
+        A file that was there before them, or that lies in a folder (a checkpoint, say), is somebody's.
+        """
+        mapped = {inode for pid in _members(self._group) for inode in _mapped(pid)}
+        if mapped:
+            self._names |= {path for path, inode in _named() if inode in mapped and path.name not in self._before}
+
+    def clean(self) -> None:
+        """End the group's other processes, and remove what they had: shared memory, the folder.
+
+        Python's resource tracker is left: it ends with the last of them, and removes what they had registered.
+        """
+        self.look()
+        give_up_s = time.monotonic() + _END_S  # one that the kernel holds does not end
+        while (others := self._others()) and time.monotonic() < give_up_s:
+            for pid in others:  # one of them may have started another meanwhile
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_PASS_S)
+        for path in self._names:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _others(self) -> list[int]:
+        return [pid for pid in _members(self._group) if pid != os.getpid() and not _is_tracker(pid)]
+
+
+class Sentinel:
+    """Starts the sentinel of this process's group."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-P", "-m", __name__, str(os.getpgrp()), str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)  # noqa: S603  (our module)
+
+    def started(self) -> None:
+        """VLLM has made all the shared memory that it will make."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+
+
+def main() -> None:
+    """The sentinel's whole life."""
+    left = Leftovers(int(sys.argv[1]), Path(sys.argv[2]))
+    patience_s: float | None = _LOOK_S
+    while True:
+        readable, _, _ = select.select([sys.stdin], [], [], patience_s)
+        if readable and not os.read(sys.stdin.fileno(), 1):
+            break
+        left.look()
+        patience_s = None if readable else _LOOK_S
+    left.clean()
 
 
 def stop_tracker() -> None:
@@ -53,33 +106,18 @@ def stop_tracker() -> None:
 
 
 def _members(group: int) -> list[int]:
-    """The processes of a group; vLLM starts no other groups."""
+    """The processes of a group that have not ended."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
+            if entry.name.isdigit() and os.getpgid(int(entry.name)) == group and not _has_ended(entry):
                 found.append(int(entry.name))
     return found
 
 
-class Sentinel:
-    """Starts the sentinel of this process's group, and tells it names."""
-
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-P", "-m", __name__, str(os.getpgrp()), str(folder)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)  # noqa: S603  (our own module)
-
-    def tell(self, names: set[str]) -> None:
-        """Name shared memory that is to be removed."""
-        if self._process.stdin is not None:
-            self._process.stdin.writelines(f"{name}\n" for name in names)
-            self._process.stdin.flush()
-
-
-def main() -> None:
-    """The sentinel's whole life."""
-    group, folder = int(sys.argv[1]), Path(sys.argv[2])
-    clean(group, {line.strip() for line in sys.stdin}, folder)
+def _has_ended(process: Path) -> bool:
+    """Whether only its parent has not heard of it yet. Source: proc_pid_stat(5)."""
+    return (process / "stat").read_bytes().rpartition(b")")[2].split()[0] in {b"Z", b"X"}
 
 
 def _is_tracker(pid: int) -> bool:
@@ -89,13 +127,23 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _mapped(pid: int) -> set[str]:
+def _mapped(pid: int) -> set[int]:
+    """The inodes of the shared memory that a process has mapped.
+
+    Their paths there are not their names: a semaphore is made under another one. Source: sem_open in glibc.
+    """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
-    paths = {line.split(maxsplit=5)[-1] for line in lines if _SHARED_MEMORY in line}
-    return {path for path in paths if path.startswith(_SHARED_MEMORY) and Path(path).exists()}
+    return {int(line.split(maxsplit=5)[4]) for line in lines if f" {_SHARED_MEMORY}/" in line}
+
+
+def _named() -> list[tuple[Path, int]]:
+    """What lies in the folder of shared memory, and its inodes."""
+    with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+        return [(Path(entry.path), entry.inode()) for entry in entries if not entry.is_dir(follow_symlinks=False)]
+    return []
 
 
 if __name__ == "__main__":

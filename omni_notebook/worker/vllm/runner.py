@@ -62,8 +62,9 @@ class VllmRunner:
         """Reload all weights in place, by vLLM's own loader.
 
         Raises:
-            ConfigError: vLLM could not load it.
+            ConfigError: it is missing, broken or does not fit, and nothing was touched; or vLLM could not load it.
         """
+        self.check_weights(folder)
         if between is not None:
             between()
         try:
@@ -96,7 +97,11 @@ class VllmRunner:
 
 @contextlib.contextmanager
 def _without_adapters(worker: Any, model: nn.Module) -> Iterator[None]:
-    """The model without what vLLM wraps its layers in for adapters: checkpoints name the layers themselves."""
+    """The model without what vLLM wraps its layers in for adapters: checkpoints name the layers themselves.
+
+    The adapters stay where they are, pinned ones too: vLLM would drop them all, and read them again from files that
+    may be others by then.
+    """
     if worker.vllm_config.lora_config is None:
         yield
         return
@@ -110,9 +115,12 @@ def _without_adapters(worker: Any, model: nn.Module) -> Iterator[None]:
     ]
     for parent, name, child in wrapped:
         setattr(parent, name, child.base_layer)
+    manager = worker.model_runner.lora_manager
+    manager.remove_all_adapters = lambda: None
     try:
         yield
     finally:
+        del manager.remove_all_adapters
         for parent, name, child in wrapped:
             setattr(parent, name, child)
 

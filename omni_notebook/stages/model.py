@@ -63,6 +63,10 @@ def make_model(config: StageConfig) -> StageModel:
         from omni_notebook.stages.ar_torch import ArTorchModel  # noqa: PLC0415  (loads only what is used)
 
         return ArTorchModel(config)
+    if config.runtime_name == "diffusers":
+        from omni_notebook.stages.diffusers import DiffusersModel  # noqa: PLC0415
+
+        return DiffusersModel(config)
     from omni_notebook.stages.diffusion import DiffusionModel  # noqa: PLC0415
 
     return DiffusionModel(config)

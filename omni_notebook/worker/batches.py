@@ -83,6 +83,29 @@ class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True, tag="diffusion")
     guidance_scale: float
 
 
+class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a pipeline's batch."""
+
+    prompt: str
+    negative_prompt: str | None
+    seed: int
+
+
+class PipelineBatch(msgspec.Struct, frozen=True, kw_only=True, tag="pipeline"):
+    """Images that a diffusers pipeline draws together; `batch_id` cancels it between steps.
+
+    All have a negative prompt or none has. `width`, `height`: pixels, None = the pipeline's own. `lora_id`: 0 = none.
+    """
+
+    batch_id: str
+    images: tuple[PromptImage, ...]
+    num_inference_steps: int
+    guidance_scale: float
+    width: int | None
+    height: int | None
+    lora_id: int = 0
+
+
 class DenoiseStep(msgspec.Struct, frozen=True, kw_only=True):
     """One image's part of a turn: its step `index` of `num_inference_steps`; `start` comes with the first."""
 

@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.memory.host import rss_bytes
 from omni_notebook.memory.platforms import create_pool
 from omni_notebook.protocol import RankStatus
@@ -19,7 +18,6 @@ from omni_notebook.worker.ballast import Ballast
 from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError
 from omni_notebook.worker.control import Control, ControlOrders
 from omni_notebook.worker.group import RankGroup
-from omni_notebook.worker.lora import Loras
 from omni_notebook.worker.outputs import Outputs
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport
@@ -77,14 +75,13 @@ class Worker(ControlOrders):
         """
         self._runner.build(self._pool, self._group.parallel)
         config = self._spec.config
-        self._loras = self._runner.loras = Loras(
-            self._runner.model, self._pool, slots=config.max_loras, max_rank=config.max_lora_rank
-        )
+        self._loras = self._runner.make_loras(self._pool, slots=config.max_loras, max_rank=config.max_lora_rank)
         self._ballast.allocate()
         self._ballast.fill()
-        self._pool.keep(WEIGHTS, self._runner.kept_tensors())
+        for tag, tensors in self._runner.kept_tensors().items():
+            self._pool.keep(tag, tensors)
         if self._spec.load_weights:
-            self.load_weights(self._spec.source or self._spec.config.model, self._spec.version)
+            self.load_weights(self._spec.source or self._runner.folder(config.model), self._spec.version)
         return LoadReport(
             pid=os.getpid(),
             device=self._pool.device,
@@ -97,9 +94,9 @@ class Worker(ControlOrders):
         return {tag: info.span_bytes for tag, info in self._pool.tags().items()}
 
     def _restore_tag(self, tag: str) -> None:
-        if tag == WEIGHTS:
-            self._weights.reload()
-            self._weights.verify()
+        if tag in self._weights.tags:
+            self._weights.reload(tags=(tag,))
+            self._weights.verify((tag,))
         else:
             self._ballast.fill()
 

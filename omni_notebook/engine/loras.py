@@ -251,7 +251,7 @@ def _look(request: LoRARequest, stages: Sequence[Stage], *, strict: bool) -> tup
     from omni_notebook.models.pipeline_lora import read_any_adapter  # noqa: PLC0415
 
     adapter = read_any_adapter(request.lora_path)
-    why = {stage.stage_id: misfit(adapter, stage.model.adaptable) for stage in stages}
+    why = {one.stage_id: one.model.unadaptable or misfit(adapter, one.model.adaptable) for one in stages}
     fitting = [stage for stage in stages if why[stage.stage_id] is None]
     if not fitting or (strict and len(fitting) < len(stages)):
         unfit = [stage for stage in stages if stage not in fitting]

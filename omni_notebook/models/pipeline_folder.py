@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.config import MODEL_INDEX
-from omni_notebook.errors import ConfigError
+from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.models.loaders import STEM, checkpoint_files, read_object, shapes_of
+from omni_notebook.models.parallel import check_split
 from omni_notebook.models.places import some
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 _WITHOUT_WEIGHTS = ("Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "FeatureExtractor", "Scheduler")
 _NOT_THE_MODEL = frozenset({"dtype", "torch_dtype", "transformers_version"})
 """Keys of a component's config that do not say what the model computes; those that begin with "_" neither."""
+SPLIT_KINDS = frozenset({"SD3Transformer2DModel"})
+"""Denoisers that can be split over ranks."""
 _RESERVED = frozenset({"ballast", "lora", "kv_cache", "weights"})
 
 
@@ -40,11 +43,12 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFolder:
-    """A pipeline: its class, and its components that hold weights, by name."""
+    """A pipeline: its class, its components that hold weights, by name, and those that it does without."""
 
     folder: Path
     kind: str
     components: dict[str, Component]
+    absent: tuple[str, ...]
 
     def files(self) -> list[Path]:
         """Every file that holds weights."""
@@ -53,6 +57,21 @@ class PipelineFolder:
     def shapes(self) -> dict[str, Shapes]:
         """Each component's tensors and their shapes; raise ConfigError for a file that is not whole."""
         return {name: component.shapes() for name, component in self.components.items()}
+
+
+def check_parallel(pipeline: PipelineFolder, size: int) -> None:
+    """Raise UnsupportedError, naming the pipeline, unless its denoiser can be split over `size` ranks."""
+    if size == 1:
+        return
+    denoiser = pipeline.components.get("transformer")
+    if denoiser is None or denoiser.kind not in SPLIT_KINDS:
+        kinds = ", ".join(component.kind for component in pipeline.components.values())
+        msg = (
+            f"tensor_parallel_size={size}: a {pipeline.kind} ({kinds}) can not be split over ranks, only pipelines on "
+            f"{', '.join(sorted(SPLIT_KINDS))} can; use num_replicas for more throughput. Nothing was started"
+        )
+        raise UnsupportedError(msg)
+    check_split(size, "num_attention_heads", int(denoiser.config["num_attention_heads"]))
 
 
 def read_pipeline(folder: str | Path) -> PipelineFolder:
@@ -76,7 +95,8 @@ def read_pipeline(folder: str | Path) -> PipelineFolder:
     if not components:
         msg = f"{path}: none of the components in {MODEL_INDEX} holds weights"
         raise ConfigError(msg)
-    return PipelineFolder(path, kind, components)
+    absent = tuple(name for name, value in index.items() if value == [None, None])
+    return PipelineFolder(path, kind, components, absent)
 
 
 def _is_component(name: str, value: Any) -> bool:

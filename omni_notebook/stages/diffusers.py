@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import ArgumentError, UnsupportedError
-from omni_notebook.models.pipeline_folder import read_pipeline
+from omni_notebook.errors import ArgumentError
+from omni_notebook.models.pipeline_folder import check_parallel, read_pipeline
 from omni_notebook.models.pipeline_lora import ADAPTED
 from omni_notebook.stages.diffusion_scheduler import DiffusionScheduler, batch_id
 from omni_notebook.stages.image_requests import Drawing
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omni_notebook.stages.requests import StageOutput, StageRequest
     from omni_notebook.transport.connector import Connector
 
+_SPLIT = "adapters of a pipeline that is split over ranks are not in this release; use tensor_parallel_size=1"
 _KEYS = frozenset({"prompt", "negative_prompt"})
 
 
@@ -82,14 +83,9 @@ class DiffusersModel:
         self._folder = None if "/" in config.model and not folder.exists() else read_pipeline(folder)
         if self._folder is not None:
             self._folder.shapes()  # reads every header: a file that is cut short is found before anything starts
+            check_parallel(self._folder, config.tensor_parallel_size)
         self._max_batch_size = config.max_batch_size
-        if config.tensor_parallel_size > 1:
-            kind = config.model if self._folder is None else self._folder.kind
-            msg = (
-                f"tensor_parallel_size={config.tensor_parallel_size}: a {kind} can not be split over ranks in this "
-                "release; use 1, or num_replicas for more throughput. Nothing was started"
-            )
-            raise UnsupportedError(msg)
+        self.unadaptable = _SPLIT if config.tensor_parallel_size > 1 else None
 
     @functools.cached_property
     def adaptable(self) -> dict[str, tuple[int, int]]:

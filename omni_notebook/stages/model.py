@@ -18,6 +18,8 @@ class StageModel(Protocol):
     """One kind of stage."""
 
     output_type: str
+    unadaptable: str | None
+    """Why this model takes no LoRA adapters at all; None: `adaptable` says what it takes."""
 
     @property
     def adaptable(self) -> dict[str, tuple[int, int]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from omni_notebook.errors import OmniError
+from omni_notebook.errors import ArgumentError, OmniError
 
 BATCH_PREFIX = "batch-"
 """What tells a batch's id from an order's."""
@@ -16,6 +16,12 @@ class BatchCancelledError(OmniError):
     """A batch stopped between two steps because all its requests were aborted."""
 
     error_code = "CANCELLED"
+
+
+class RequestRefusedError(ArgumentError):
+    """A model can not follow a request's parameters, on all ranks alike; the next batch is not concerned."""
+
+    error_code = "REFUSED"
 
 
 class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from omni_notebook.memory.platforms import create_pool
 from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
-from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError
+from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError, RequestRefusedError
 from omni_notebook.worker.control import Control, ControlOrders
 from omni_notebook.worker.group import RankGroup
 from omni_notebook.worker.outputs import Outputs
@@ -119,10 +119,11 @@ class Worker(ControlOrders):
         Raises:
             PeerLostError: another rank died, failed or did not answer in time; `restart` helps.
             BatchCancelledError: the batch was cancelled, on all ranks at the same step.
+            RequestRefusedError: the model can not follow its parameters, on all ranks alike.
         """
         try:
             outcome = self._runner.execute(batch, lambda: self._weights.version)
-        except BatchCancelledError:
+        except (BatchCancelledError, RequestRefusedError):
             raise
         except BaseException:
             self._group.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +40,9 @@ def plain(folder: Path, prompt: str = PROMPT, adapter: Path | None = None, **cha
     from diffusers import DiffusionPipeline
 
     known = {**PARAMS, **changes}
-    pipe = DiffusionPipeline.from_pretrained(folder)
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    absent = {name: None for name, value in index.items() if value == [None, None]}
+    pipe = DiffusionPipeline.from_pretrained(folder, **absent)
     pipe.set_progress_bar_config(disable=True)
     if adapter is not None:
         pipe.load_lora_weights(adapter, weight_name="pytorch_lora_weights.safetensors")

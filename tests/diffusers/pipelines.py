@@ -41,6 +41,7 @@ def text_encoder() -> CLIPTextModel:
             pad_token_id=1,
             vocab_size=64,
             hidden_size=32,
+            projection_dim=32,
             intermediate_size=64,
             num_attention_heads=4,
             num_hidden_layers=2,
@@ -101,6 +102,47 @@ def stable_diffusion(folder: Path, seed: int) -> Path:
             requires_safety_checker=False,
         )
     pipe.save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def stable_diffusion_3(folder: Path, seed: int, **changes: object) -> Path:
+    """A Stable Diffusion 3 with random weights, without its third text encoder; 4 heads, pictures of 16 × 16."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+    from transformers import CLIPTextModelWithProjection
+
+    shape = {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 3,
+        "attention_head_dim": 64,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 64,
+        "caption_projection_dim": 256,
+        "pooled_projection_dim": 64,
+        "pos_embed_max_size": 16,
+        "dual_attention_layers": (0,),
+        "qk_norm": "rms_norm",
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        encoders = [CLIPTextModelWithProjection(text_encoder().config) for _ in range(2)]
+        vae = autoencoder()
+        vae.register_to_config(shift_factor=0.1)
+        pipe = StableDiffusion3Pipeline(
+            transformer=SD3Transformer2DModel(**{**shape, **changes}),
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+            vae=vae,
+            text_encoder=encoders[0],
+            tokenizer=tokenizer(),
+            text_encoder_2=encoders[1],
+            tokenizer_2=tokenizer(),
+            text_encoder_3=None,
+            tokenizer_3=None,
+        )
+    pipe.save_pretrained(folder, safe_serialization=True)
+    nothing = [None, None]
+    edit_json(folder / "model_index.json", text_encoder_3=nothing, tokenizer_3=nothing)
     return folder
 
 

@@ -125,11 +125,6 @@ def test_what_is_not_built_is_refused_with_the_reason(folder: Path, changes: dic
         StageConfig(**{"kind": "diffusion", "runtime": "diffusers", "model": str(folder), **changes})
 
 
-def test_a_pipeline_is_not_split_over_ranks_and_is_named(folder: Path) -> None:
-    with pytest.raises(UnsupportedError, match="a StableDiffusionPipeline can not be split over ranks"):
-        AsyncOmni(str(folder), tensor_parallel_size=2)
-
-
 def test_without_diffusers_the_package_to_install_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "has_diffusers", lambda: False)
     with pytest.raises(UnsupportedError, match=r"pip install 'omni-notebook\[diffusers\]'; nothing was started"):

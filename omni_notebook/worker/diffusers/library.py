@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from omni_notebook.config import StageConfig
-    from omni_notebook.models.pipeline_folder import Component
+    from omni_notebook.models.pipeline_folder import Component, PipelineFolder
 
 NEEDED = ("prompt", "num_inference_steps", "guidance_scale", "generator", "output_type", "callback_on_step_end")
 """What a pipeline's call must take."""
@@ -87,13 +87,14 @@ def find_folder(model: str) -> Path:
         return Path(DiffusionPipeline.download(model, use_safetensors=True))
 
 
-def load_pipeline(folder: Path, config: StageConfig, dtype: torch.dtype) -> Any:
+def load_pipeline(source: PipelineFolder, config: StageConfig, dtype: torch.dtype) -> Any:
     """A pipeline with its weights, in ordinary memory.
 
     Raises:
         ConfigError: diffusers can not load it.
         UnsupportedError: it does not draw images from a prompt, or can not be stopped between steps.
     """
+    folder = source.folder
     with quietly(), named(folder):
         from diffusers import DiffusionPipeline  # noqa: PLC0415
 
@@ -103,6 +104,7 @@ def load_pipeline(folder: Path, config: StageConfig, dtype: torch.dtype) -> Any:
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=config.trust_remote_code,
+            **dict.fromkeys(source.absent),
         )
     taken = inspect.signature(pipe.__call__).parameters
     lacking = [name for name in NEEDED if name not in taken]

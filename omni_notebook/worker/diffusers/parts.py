@@ -11,23 +11,26 @@ from omni_notebook.models.loaders import tensors_of
 from omni_notebook.worker.diffusers.library import load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
     from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.models.parallel import Shard
     from omni_notebook.models.pipeline_folder import Component
 
 
 class Part:
     """One sub-model, whose memory is in the pool under its name.
 
-    Its tensors are taken by the names that they have before any adapter wraps a layer.
+    Its tensors are taken by the names that they have before any adapter wraps a layer. `shards`: of those that are
+    split over ranks, what is held here.
     """
 
-    def __init__(self, module: nn.Module, component: Component, dtype: torch.dtype) -> None:
-        self.tag = component.name
+    def __init__(self, module: nn.Module, tag: str, dtype: torch.dtype, shards: Mapping[str, Shard]) -> None:
+        self.tag = tag
         self.module = module
+        self._slices = {name: shard.part for name, shard in shards.items()}
         self._dtype = dtype
         self._direct = False
         self._kept: list[Tensor] = []
@@ -92,11 +95,12 @@ class Part:
             ConfigError: a file can not be read, or the library can not load it.
         """
         if self._direct:
-            self._copy(tensors_of(component.files, component.folder, component.shapes()), between)
+            self._copy(tensors_of(component.files, component.folder, component.shapes(), self._slices), between)
             return
         between()
         fresh = load_model(type(self.module), component, self._dtype)
-        self._copy(((name, tensor.detach()) for name, tensor in fresh.state_dict(keep_vars=True).items()), between)
+        whole = ((name, tensor, self._slices.get(name, ())) for name, tensor in fresh.state_dict().items())
+        self._copy(((name, tensor[part] if part else tensor) for name, tensor, part in whole), between)
 
     @torch.no_grad()
     def _copy(self, tensors: Iterable[tuple[str, Tensor]], between: Callable[[], None]) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from omni_notebook.errors import ArgumentError, ConfigError, UnsupportedError
-from omni_notebook.models.pipeline_folder import check_same, read_pipeline
-from omni_notebook.worker.batches import BatchCancelledError, Executed, PipelineBatch
+from omni_notebook.errors import ConfigError, UnsupportedError
+from omni_notebook.models.pipeline_folder import SPLIT_KINDS, check_parallel, check_same, read_pipeline
+from omni_notebook.worker.batches import BatchCancelledError, Executed, PipelineBatch, RequestRefusedError
 from omni_notebook.worker.diffusers.library import find_folder, first_line, load_pipeline
 from omni_notebook.worker.diffusers.parts import Part, check_apart
+from omni_notebook.worker.diffusers.split import split
 from omni_notebook.worker.images import unit_answers
 from omni_notebook.worker.model_runner import torch_dtype
 from omni_notebook.worker.runner import Deferred
@@ -36,10 +37,8 @@ class DiffusersRunner:
     """
 
     def __init__(self, config: StageConfig, parallel_size: int = 1) -> None:
-        if parallel_size > 1:
-            msg = f"{config.model}: a diffusers pipeline is not split over {parallel_size} ranks in this release"
-            raise UnsupportedError(msg)
         self._config = config
+        self._size = parallel_size
         self._dtype = torch_dtype(config.dtype)
         self._parts: dict[str, Part] = {}
         self._cancelled = ""
@@ -58,12 +57,14 @@ class DiffusersRunner:
         """
         self._parallel = parallel
         self._loaded = read_pipeline(find_folder(self._config.model))
+        check_parallel(self._loaded, self._size)
         self._shapes = self._loaded.shapes()
-        self._pipe = load_pipeline(self._loaded.folder, self._config, self._dtype)
+        self._pipe = load_pipeline(self._loaded, self._config, self._dtype)
         modules = self._modules()
         check_apart(modules)
         for name, component in self._loaded.components.items():
-            part = self._parts[name] = Part(modules[name].eval(), component, self._dtype)
+            shards = split(modules[name], parallel) if self._size > 1 and component.kind in SPLIT_KINDS else {}
+            part = self._parts[name] = Part(modules[name].eval(), name, self._dtype, shards)
             part.adopt(component, pool)
         gc.collect()  # modules refer to themselves: what they held before goes now
         self._unread = self._loaded.folder
@@ -150,7 +151,7 @@ class DiffusersRunner:
 
         Raises:
             BatchCancelledError: nobody waits for it any more.
-            ArgumentError: the pipeline refuses the size, or another parameter.
+            RequestRefusedError: the pipeline refuses the size, or another parameter.
         """
         self._stop_if_cancelled(batch.batch_id)
         version = weight_version()
@@ -179,7 +180,7 @@ class DiffusersRunner:
             ).images
         except (ValueError, TypeError) as error:
             msg = f"{type(self._pipe).__name__} refused the request: {first_line(error)}"
-            raise ArgumentError(msg) from error
+            raise RequestRefusedError(msg) from error
 
     def _after_step(self, batch_id: str) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
         def after_step(_pipe: Any, _index: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def _check_images(images: Any, batch: PipelineBatch) -> None:
     height, width = images.shape[2:]
     if batch.width is not None and (batch.width, batch.height) != (width, height):
         msg = f"the pipeline drew {width} × {height} pixels instead of {batch.width} × {batch.height}; ask for that"
-        raise ArgumentError(msg)
+        raise RequestRefusedError(msg)
 
 
 def _nothing() -> None:

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from omni_notebook.stages.lora import StageLoras
     from omni_notebook.stages.requests import StageOutput, StageRequest
     from omni_notebook.transport.connector import Connector
+    from omni_notebook.worker.batches import DiffusionBatch
 
 _SPLIT = "adapters of a pipeline that is split over ranks are not in this release; use tensor_parallel_size=1"
+MILESTONES = 10
+"""How often a batch tells its progress, its end included."""
 _KEYS = frozenset({"prompt", "negative_prompt"})
 
 
@@ -55,6 +58,12 @@ class PipelineScheduler(DiffusionScheduler):
             height=first.params.height,
             lora_id=first.lora_id,
         )
+
+    def _milestones(self, payload: DiffusionBatch | PipelineBatch) -> tuple[int, ...]:
+        """At most ten, evenly spread."""
+        steps = payload.num_inference_steps
+        count = min(steps, MILESTONES)
+        return tuple(steps * place // count for place in range(1, count))
 
     def prefetch(self) -> None:
         """Nothing: text encoders are a part of the pipeline."""

@@ -44,7 +44,11 @@ class DiffusionScheduler(ImageScheduler):
         self._requests.start(chosen)
         payload = self._payload(chosen)
         self._batch_id = payload.batch_id
-        return Batch(tuple(chosen), payload, payload.batch_id)
+        return Batch(tuple(chosen), payload, payload.batch_id, self._milestones(payload))
+
+    def _milestones(self, payload: DiffusionBatch | PipelineBatch) -> tuple[int, ...]:  # noqa: ARG002
+        """After which steps the requests' progress is told."""
+        return ()
 
     def _payload(self, requests: Sequence[StageRequest]) -> DiffusionBatch | PipelineBatch:
         """What the ranks get."""

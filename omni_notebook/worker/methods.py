@@ -34,6 +34,7 @@ METHODS: dict[str, Signature] = {
     "load": Signature(_NONE, LoadReport),
     "set_weight_version": Signature(tuple[str], None),
     "execute": Signature(tuple[ArBatch | DiffusionBatch | StepBatch | PipelineBatch], list[SequenceAnswer] | Executed),
+    "reached": Signature(tuple[str, int], bool),
     "collect": Signature(tuple[str], list[ImageAnswer]),
     "prefetch": Signature(tuple[Prefetch], None),
     "cancel": Signature(tuple[str], None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,6 +90,12 @@ class ModelRunner:
 
     def cancel(self, task_id: str) -> None:
         """Stop a batch early, where a runner can; the others end soon by themselves (any thread)."""
+
+    def reached(self, batch_id: str, steps: int) -> Future[bool]:  # noqa: ARG002  (nobody asks a batch of ours)
+        """Never, where a runner does not count."""
+        never: Future[bool] = Future()
+        never.set_result(False)
+        return never
 
     def prefetch(self, wanted: Prefetch) -> None:
         """Nothing, where a model has no conditioning."""

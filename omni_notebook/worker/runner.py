@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     import torch
@@ -109,6 +110,10 @@ class Runner(Loading, Synchronizing, Protocol):
 
         `weight_version` tells which weights are in memory at the moment of the call.
         """
+        ...
+
+    def reached(self, batch_id: str, steps: int) -> Future[bool]:
+        """Is done once a batch that comes next has made so many steps, or has ended before (False)."""
         ...
 
     def prefetch(self, wanted: Prefetch) -> None:

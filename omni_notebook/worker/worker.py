@@ -142,6 +142,10 @@ class Worker(ControlOrders):
         """
         return self._outputs.take(batch_id)
 
+    def reached(self, batch_id: str, steps: int) -> Future[bool]:
+        """Whether a batch that comes next has made so many steps; False: it ended before."""
+        return self._runner.reached(batch_id, steps)
+
     def barrier(self) -> None:
         """Return once all that was started before is done: the device, the copies of its outputs, prefetches."""
         self._outputs.join()

@@ -177,25 +177,34 @@ def test_a_busy_stage_does_not_sleep_unless_told_how(engine: AsyncOmni) -> None:
     asyncio.run(run())
 
 
-def test_request_events_tell_when_it_waits_runs_and_ends(engine: AsyncOmni) -> None:
-    async def run() -> list[str]:
-        seen: list[str] = []
+def test_request_events_tell_when_it_waits_how_far_it_is_and_when_it_ends(engine: AsyncOmni) -> None:
+    async def run(steps: int, *, abort: bool = False) -> list[tuple[str, float | None]]:
+        seen: list[tuple[str, float | None]] = []
+        name = f"told-{steps}-{abort}"
 
         async def listen() -> None:
             async for event in engine.subscribe():
-                if getattr(event, "request_id", None) == "told":
-                    seen.append(str(event.state))
-                    if event.state == "finished":
+                if getattr(event, "request_id", None) == name:
+                    seen.append((str(event.state), event.progress))
+                    if abort and event.progress is not None:
+                        await engine.abort(name)
+                    if event.state in {"finished", "aborted"}:
                         return
 
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0)
-        await outputs(engine, request_id="told")
+        await outputs(engine, request_id=name, params={"num_inference_steps": steps})
         await asyncio.wait_for(listening, 10)
         return seen
 
-    seen = asyncio.run(run())
-    assert (seen[0], seen[-1]) == ("waiting", "finished")
+    assert asyncio.run(run(1)) == [("waiting", None), ("finished", None)]
+    quarters = [("running", share / 4) for share in (1, 2, 3)]
+    assert asyncio.run(run(4)) == [("waiting", None), *quarters, ("finished", None)]
+    tenths = [("running", share / 10) for share in range(1, 10)]
+    assert asyncio.run(run(40)) == [("waiting", None), *tenths, ("finished", None)]
+    aborted = asyncio.run(run(400, abort=True))
+    assert (aborted[1], aborted[-1]) == (("running", 0.1), ("aborted", None))
+    assert len(aborted) < 6
 
 
 # ------------------------------------------------------------------------------------ new weights

@@ -12,6 +12,7 @@ from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.models.pipeline_folder import SPLIT_KINDS, check_parallel, check_same, read_pipeline
 from omni_notebook.worker.batches import BatchCancelledError, Executed, PipelineBatch, RequestRefusedError
 from omni_notebook.worker.diffusers.library import find_folder, first_line, load_pipeline
+from omni_notebook.worker.diffusers.milestones import Milestones
 from omni_notebook.worker.diffusers.parts import Part, check_apart
 from omni_notebook.worker.diffusers.split import split
 from omni_notebook.worker.images import unit_answers
@@ -20,6 +21,7 @@ from omni_notebook.worker.runner import Deferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from omni_notebook.config import StageConfig
@@ -42,6 +44,7 @@ class DiffusersRunner:
         self._dtype = torch_dtype(config.dtype)
         self._parts: dict[str, Part] = {}
         self._cancelled = ""
+        self._milestones = Milestones()
         self._pipe: Any = None
         self._unread: Path | None = None
 
@@ -153,11 +156,11 @@ class DiffusersRunner:
             BatchCancelledError: nobody waits for it any more.
             RequestRefusedError: the pipeline refuses the size, or another parameter.
         """
-        self._stop_if_cancelled(batch.batch_id)
         version = weight_version()
-        with self._loras.applied(batch.lora_id):
+        with self._milestones.of(batch.batch_id), self._loras.applied(batch.lora_id):
+            self._stop_if_cancelled(batch.batch_id)
             images = self._draw(batch)
-        _check_images(images, batch)
+        check_images(images, batch)
         return Deferred(Executed(step_versions=((version, batch.num_inference_steps),)), lambda: unit_answers(images))
 
     @torch.no_grad()
@@ -175,16 +178,19 @@ class DiffusersRunner:
                 guidance_scale=batch.guidance_scale,
                 generator=[torch.Generator("cpu").manual_seed(image.seed) for image in batch.images],
                 output_type="pt",
-                callback_on_step_end=self._after_step(batch.batch_id),
+                callback_on_step_end=self._after_step(batch),
                 **known,
             ).images
         except (ValueError, TypeError) as error:
             msg = f"{type(self._pipe).__name__} refused the request: {first_line(error)}"
             raise RequestRefusedError(msg) from error
 
-    def _after_step(self, batch_id: str) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
-        def after_step(_pipe: Any, _index: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            self._stop_if_cancelled(batch_id)
+    def _after_step(self, batch: PipelineBatch) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
+        def after_step(pipe: Any, index: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            steps = batch.num_inference_steps
+            turns = getattr(pipe, "_num_timesteps", None) or steps  # schedulers of second order take two a step
+            self._milestones.passed((index + 1) * steps // turns)
+            self._stop_if_cancelled(batch.batch_id)
             return tensors
 
         return after_step
@@ -198,6 +204,10 @@ class DiffusersRunner:
     def cancel(self, task_id: str) -> None:
         """Stop a batch at its next step (any thread)."""
         self._cancelled = task_id
+
+    def reached(self, batch_id: str, steps: int) -> Future[bool]:
+        """See `Runner.reached`."""
+        return self._milestones.ask(batch_id, steps)
 
     def prefetch(self, wanted: Prefetch) -> None:
         """Nothing: the pipeline reads prompts itself."""
@@ -217,7 +227,13 @@ class DiffusersRunner:
         self._parts.clear()
 
 
-def _check_images(images: Any, batch: PipelineBatch) -> None:
+def check_images(images: Any, batch: PipelineBatch) -> None:
+    """Raise unless a pipeline gave one picture a prompt, of the size that was asked for.
+
+    Raises:
+        UnsupportedError: it gives something else (a film, a mask).
+        RequestRefusedError: it has rounded the size.
+    """
     count = len(batch.images)
     if not isinstance(images, torch.Tensor) or images.ndim != 4 or images.shape[:2] != (count, 3):
         shape = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__

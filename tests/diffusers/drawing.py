@@ -35,15 +35,24 @@ async def picture(engine: AsyncOmni, prompt: Any = PROMPT, **known: Any) -> byte
 
 @functools.cache
 def plain(folder: Path, prompt: str = PROMPT, adapter: Path | None = None, **changes: Any) -> bytes:
-    """The pixels that plain diffusers draws."""
+    """The pixels that plain diffusers draws.
+
+    Its parameters are moved to even addresses first: mapped from a file they lie at odd ones, where some of torch's
+    kernels round otherwise.
+    """
     import torch
     from diffusers import DiffusionPipeline
+    from torch import nn
 
     known = {**PARAMS, **changes}
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     absent = {name: None for name, value in index.items() if value == [None, None]}
     pipe = DiffusionPipeline.from_pretrained(folder, **absent)
     pipe.set_progress_bar_config(disable=True)
+    for parameter in [
+        one for part in pipe.components.values() if isinstance(part, nn.Module) for one in part.parameters()
+    ]:
+        parameter.data = parameter.data.clone()
     if adapter is not None:
         pipe.load_lora_weights(adapter, weight_name="pytorch_lora_weights.safetensors")
     if "negative_prompt" in known:

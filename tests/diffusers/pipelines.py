@@ -50,13 +50,14 @@ def text_encoder() -> CLIPTextModel:
     )
 
 
-def autoencoder() -> AutoencoderKL:
+def autoencoder(blocks: int = 2) -> AutoencoderKL:
+    """Doubles the size `blocks` - 1 times."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(16, 32),
-        down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
-        up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        block_out_channels=(16,) * (blocks - 1) + (32,),
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
         latent_channels=4,
         norm_num_groups=8,
         sample_size=16,
@@ -143,6 +144,40 @@ def stable_diffusion_3(folder: Path, seed: int, **changes: object) -> Path:
     pipe.save_pretrained(folder, safe_serialization=True)
     nothing = [None, None]
     edit_json(folder / "model_index.json", text_encoder_3=nothing, tokenizer_3=nothing)
+    return folder
+
+
+def pixart(folder: Path, seed: int) -> Path:
+    """A PixArt with random weights: a T5, a transformer, callbacks of the old kind only; pictures of 256 × 256."""
+    from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, PixArtTransformer2DModel
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    words = {word: place for place, word in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "blue", "star", "circle"])}
+    rules = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    rules.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoder = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        pipe = PixArtSigmaPipeline(
+            transformer=PixArtTransformer2DModel(
+                sample_size=32,
+                num_layers=2,
+                attention_head_dim=8,
+                num_attention_heads=4,
+                caption_channels=32,
+                in_channels=4,
+                out_channels=8,
+                cross_attention_dim=32,
+                use_additional_conditions=False,
+            ),
+            vae=autoencoder(blocks=4),
+            scheduler=DPMSolverMultistepScheduler(),
+            text_encoder=T5EncoderModel(encoder),
+            tokenizer=PreTrainedTokenizerFast(tokenizer_object=rules, model_max_length=32, **special),
+        )
+    pipe.save_pretrained(folder, safe_serialization=True)
     return folder
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from omni_notebook.config import DEMO_FOLDER, PipelineConfig, StageConfig
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.memory.cpu import CpuPool
@@ -20,8 +21,9 @@ from omni_notebook.worker.batches import PipelineBatch, PromptImage, RequestRefu
 from omni_notebook.worker.diffusers.library import load_model
 from omni_notebook.worker.diffusers.parts import Part, check_apart
 from omni_notebook.worker.diffusers.runner import check_images
-from tests.diffusers.drawing import picture
-from tests.diffusers.pipelines import TEXT_FILE
+from tests.diffusers.drawing import outputs, picture, plain, running
+from tests.diffusers.pipelines import TEXT_FILE, pixart
+from tests.engine.engine_helpers import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,3 +101,43 @@ def test_pictures_of_another_size_or_kind_than_asked_for_are_refused() -> None:
         check_images(torch.zeros(1, 3, 16, 32), batch)
     with pytest.raises(UnsupportedError, match=r"gave \(1, 3, 5, 16, 24\), not a picture"):
         check_images(torch.zeros(1, 3, 5, 16, 24), batch)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' own
+def test_a_pipeline_with_callbacks_of_the_old_kind_sleeps_tells_its_progress_and_stops(tmp_path: Path) -> None:
+    async def run(engine: AsyncOmni) -> None:
+        golden = await picture(engine)
+        for level in (1, 2):
+            await engine.sleep([0], level=level)
+            await engine.wake_up([0], tags=["transformer"])
+            await engine.wake_up([0])
+            assert await picture(engine) == golden
+        task = await running(engine, request_id="long")
+        await engine.abort("long")
+        await task
+        await until(lambda: engine.status().stages[0].running == 0, 5.0)
+        assert await picture(engine) == golden
+
+    folder = pixart(tmp_path / "pixart", seed=1)
+    with AsyncOmni(str(folder), executor="uni") as engine:
+        assert set(engine.status().stages[0].awake_tags) == {"text_encoder", "transformer", "vae"}
+        asyncio.run(run(engine))
+        assert asyncio.run(picture(engine)) == plain(folder)
+
+
+def test_a_thinkers_text_is_the_prompt(folder: Path) -> None:
+    stages = (
+        StageConfig(kind="ar", model=str(DEMO_FOLDER / "thinker"), executor="uni"),
+        StageConfig(kind="diffusion", model=str(folder), executor="uni"),
+    )
+
+    async def run(engine: AsyncOmni) -> tuple[str, bytes]:
+        made = await outputs(engine, "a red star above a blue circle")
+        text = next(out.text for out in reversed(made) if out.text)
+        (ack,) = await engine.sleep([0], level=2)  # the painter goes on alone once the text is there
+        assert (ack.status, [str(stage.state) for stage in engine.status().stages]) == ("SUCCESS", ["ASLEEP", "AWAKE"])
+        return text, made[-1].images[0].tobytes()
+
+    with AsyncOmni(pipeline=PipelineConfig(stages=stages)) as engine:
+        text, drawn = asyncio.run(run(engine))
+    assert drawn == plain(folder, text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omni_notebook.errors import ConfigError, OmniError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch import nn
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from omni_notebook.config import StageConfig
     from omni_notebook.models.pipeline_folder import Component, PipelineFolder
 
-NEEDED = ("prompt", "num_inference_steps", "guidance_scale", "generator", "output_type", "callback_on_step_end")
+NEEDED = ("prompt", "num_inference_steps", "guidance_scale", "generator", "output_type")
 """What a pipeline's call must take."""
 _loading = threading.Lock()
 
@@ -40,6 +40,16 @@ def quietly() -> Iterator[None]:
 
             with _silent(of_diffusers):
                 yield
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """No log lines of the libraries while a pipeline draws."""
+    from diffusers.utils import logging as of_diffusers  # noqa: PLC0415  (heavy: where a pipeline is loaded)
+    from transformers.utils import logging as of_transformers  # noqa: PLC0415
+
+    with _silent(of_transformers), _silent(of_diffusers):
+        yield
 
 
 @contextlib.contextmanager
@@ -92,7 +102,7 @@ def load_pipeline(source: PipelineFolder, config: StageConfig, dtype: torch.dtyp
 
     Raises:
         ConfigError: diffusers can not load it.
-        UnsupportedError: it does not draw images from a prompt, or can not be stopped between steps.
+        UnsupportedError: it does not draw images from a prompt.
     """
     folder = source.folder
     with quietly(), named(folder):
@@ -111,11 +121,29 @@ def load_pipeline(source: PipelineFolder, config: StageConfig, dtype: torch.dtyp
     if lacking:
         msg = (
             f"{folder}: {type(pipe).__name__} takes no {', '.join(lacking)}; only pipelines that draw images from a "
-            "prompt and call back after each step can be a stage"
+            "prompt can be a stage"
         )
         raise UnsupportedError(msg)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def step_callback(pipe: Any, after_step: Callable[[int], None]) -> dict[str, Any]:
+    """How to have a pipeline call `after_step(index)` after each step, as arguments of its call.
+
+    Nothing, where it calls nobody: such a batch ends by itself.
+    """
+
+    def of_today(_pipe: Any, index: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        after_step(index)
+        return tensors
+
+    taken = inspect.signature(pipe.__call__).parameters
+    if "callback_on_step_end" in taken:
+        return {"callback_on_step_end": of_today}
+    if {"callback", "callback_steps"} <= taken.keys():
+        return {"callback": lambda index, _time, _latents: after_step(index), "callback_steps": 1}
+    return {}
 
 
 def load_model(kind: type[nn.Module], component: Component, dtype: torch.dtype) -> nn.Module:

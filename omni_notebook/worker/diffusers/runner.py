@@ -11,7 +11,7 @@ from torch import nn
 from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.models.pipeline_folder import SPLIT_KINDS, check_parallel, check_same, read_pipeline
 from omni_notebook.worker.batches import BatchCancelledError, Executed, PipelineBatch, RequestRefusedError
-from omni_notebook.worker.diffusers.library import find_folder, first_line, load_pipeline
+from omni_notebook.worker.diffusers.library import find_folder, first_line, hushed, load_pipeline, step_callback
 from omni_notebook.worker.diffusers.milestones import Milestones
 from omni_notebook.worker.diffusers.parts import Part, check_apart
 from omni_notebook.worker.diffusers.split import split
@@ -157,7 +157,7 @@ class DiffusersRunner:
             RequestRefusedError: the pipeline refuses the size, or another parameter.
         """
         version = weight_version()
-        with self._milestones.of(batch.batch_id), self._loras.applied(batch.lora_id):
+        with self._milestones.of(batch.batch_id), self._loras.applied(batch.lora_id), hushed():
             self._stop_if_cancelled(batch.batch_id)
             images = self._draw(batch)
         check_images(images, batch)
@@ -178,20 +178,19 @@ class DiffusersRunner:
                 guidance_scale=batch.guidance_scale,
                 generator=[torch.Generator("cpu").manual_seed(image.seed) for image in batch.images],
                 output_type="pt",
-                callback_on_step_end=self._after_step(batch),
+                **step_callback(self._pipe, self._after_step(batch)),
                 **known,
             ).images
         except (ValueError, TypeError) as error:
             msg = f"{type(self._pipe).__name__} refused the request: {first_line(error)}"
             raise RequestRefusedError(msg) from error
 
-    def _after_step(self, batch: PipelineBatch) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
-        def after_step(pipe: Any, index: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    def _after_step(self, batch: PipelineBatch) -> Callable[[int], None]:
+        def after_step(index: int) -> None:
             steps = batch.num_inference_steps
-            turns = getattr(pipe, "_num_timesteps", None) or steps  # schedulers of second order take two a step
+            turns = getattr(self._pipe, "_num_timesteps", None) or steps  # some schedulers take two a step
             self._milestones.passed((index + 1) * steps // turns)
             self._stop_if_cancelled(batch.batch_id)
-            return tensors
 
         return after_step
 

@@ -25,21 +25,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("diffusers")
 
 
-@pytest.fixture(scope="package", autouse=True)
-def libraries() -> Iterator[None]:
-    """The libraries, which warn while they are imported; one thread an operator, here and in children.
-
-    Operators this small gain nothing by a second thread, and wait long for it where cores are busy.
-    """
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> None:
+    """Skips what needs the libraries; they warn while they are imported."""
     if not INSTALLED:
         pytest.skip("diffusers is not installed; `make test-all` installs it")
-    import torch
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from diffusers import StableDiffusionPipeline
 
         assert StableDiffusionPipeline.__name__
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread(installed: None) -> Iterator[None]:
+    """One thread an operator, here and in children.
+
+    Operators this small gain nothing by a second thread, and wait long for it where cores are busy.
+    """
+    import torch
+
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

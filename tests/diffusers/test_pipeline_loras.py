@@ -163,3 +163,21 @@ def test_an_adapter_that_can_not_be_exact_is_refused_by_name(
 def test_an_adapter_of_too_high_a_rank_names_the_option(engine: AsyncOmni, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="start the engine with max_lora_rank=32 or more"):
         asyncio.run(engine.add_lora(LoRARequest("big", 9, str(lora(tmp_path / "big", seed=1, rank=32)))))
+
+
+def test_an_adapter_whose_file_changes_while_it_is_taken_leaves_nothing_behind(
+    in_process: AsyncOmni, styles: tuple[LoRARequest, LoRARequest], tmp_path: Path
+) -> None:
+    golden = asyncio.run(picture(in_process))
+    asyncio.run(in_process.add_lora(styles[0]))
+    ink = asyncio.run(picture(in_process, lora_request="ink"))
+    worker: Any = in_process._core.stages[0].replicas[0].executor._worker
+    request = LoRARequest("changing", 7, str(lora(tmp_path / "changing", seed=3)))
+    worker.prepare_lora(request)
+    lora(tmp_path / "changing", seed=4)
+    with pytest.raises(ConfigError, match="was changed while it was read"):
+        worker.commit_lora(7)
+    worker.remove_lora(7)  # as the engine does on every rank
+    worker.remove_lora(8)  # one that was never there
+    assert asyncio.run(picture(in_process)) == golden
+    assert asyncio.run(picture(in_process, lora_request="ink")) == ink

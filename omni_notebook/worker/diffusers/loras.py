@@ -112,11 +112,11 @@ class PipelineLoras:
             return
         self._switch(0)
         self._taken.discard(lora_id)
-        left = bool(self._taken)
-        if left:
-            self._pipe.delete_adapters(_name(lora_id))
-        else:
-            self._pipe.unload_lora_weights()
+        with quietly():
+            if self._taken:
+                self._pipe.delete_adapters(_name(lora_id))
+            else:
+                self._pipe.unload_lora_weights()
         for tensor in self._tensors():
             tensor.data = tensor.data.clone()
         if LORA in self._pool.tags():

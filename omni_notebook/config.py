@@ -116,7 +116,7 @@ def _is_ours(model: str) -> bool:
 
 def _is_pipeline(model: str) -> bool:
     """Whether it is a diffusers pipeline: a folder with a model_index.json, or a name on the Hugging Face hub."""
-    return (Path(model) / MODEL_INDEX).is_file() or _is_hub_name(model)
+    return (Path(model) / MODEL_INDEX).is_file() or is_hub_name(model)
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -319,14 +319,14 @@ def _resolve(model: str, runtime: object) -> PipelineConfig:
         return PipelineConfig(name=path.resolve().name, stages=(stage,))
     if path.is_file():
         return _from_yaml(path)
-    if _is_hub_name(model) and runtime == "diffusers":
+    if is_hub_name(model) and runtime == "diffusers":
         return PipelineConfig(name=model, stages=(StageConfig(kind="diffusion", model=model),))
-    if _is_hub_name(model) and has_vllm() and model.lower() not in UPSTREAM_ONLY:
+    if is_hub_name(model) and has_vllm() and model.lower() not in UPSTREAM_ONLY:
         return PipelineConfig(name=model, stages=(StageConfig(kind="ar", model=model),))
     raise _unknown_model(model)
 
 
-def _is_hub_name(model: str) -> bool:
+def is_hub_name(model: str) -> bool:
     """Whether it looks like a name on the Hugging Face hub, and not like a path with a wrong end."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).parent.exists()
 
@@ -347,7 +347,7 @@ def _unknown_model(model: str) -> ConfigError | UnsupportedError:
             f"{model} runs only on vllm_omni's own engine, which this release does not drive yet; "
             "use model='demo', a Llama-family folder, or a DiT folder of ours. Nothing was started"
         )
-    if _is_hub_name(model):
+    if is_hub_name(model):
         return UnsupportedError(
             f"{model} looks like a Hugging Face name, which only vLLM takes, and vLLM is not installed: install "
             f"'omni-notebook[vllm]', or fetch a Llama-family model (hf download {model} --local-dir DIR) and give the "

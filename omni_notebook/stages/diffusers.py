@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.config import is_hub_name
 from omni_notebook.errors import ArgumentError
 from omni_notebook.models.pipeline_folder import check_parallel, read_pipeline
 from omni_notebook.models.pipeline_lora import ADAPTED
@@ -87,9 +87,8 @@ class DiffusersModel:
     output_type = "image"
 
     def __init__(self, config: StageConfig) -> None:
-        folder = Path(config.model)
         self._model = config.model
-        self._folder = None if "/" in config.model and not folder.exists() else read_pipeline(folder)
+        self._folder = None if is_hub_name(config.model) else read_pipeline(config.model)
         if self._folder is not None:
             self._folder.shapes()  # reads every header: a file that is cut short is found before anything starts
             check_parallel(self._folder, config.tensor_parallel_size)

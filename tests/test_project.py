@@ -198,7 +198,7 @@ def test_binder_installs_what_the_package_needs_and_jupyterlab():
     }
 
 
-@pytest.mark.parametrize("extra", ["test", "dev", "lab", "browser"])
+@pytest.mark.parametrize("extra", ["test", "dev", "lab", "browser", "diffusers"])
 def test_every_dependency_that_we_run_with_is_pinned(extra):
     pins = lines_of(ROOT / "constraints.txt")
     assert [pin for pin in pins if "==" not in pin] == []

@@ -180,7 +180,7 @@ def _platforms(probe: Probe | str) -> list[Support]:
 def _support(name: str, **option: str) -> Support:
     """Ask the configuration itself."""
     try:
-        StageConfig(kind="ar", model=name, **option)  # type: ignore[arg-type]
+        StageConfig(kind="diffusion" if name == "diffusers" else "ar", model=name, **option)  # type: ignore[arg-type]
     except UnsupportedError as error:
         reason = str(error).partition(": ")[2].partition("; nothing was started")[0]
         reason = _OPTION.sub("", reason)

@@ -93,11 +93,16 @@ class Flow:
             params=self._asked.params,
             payload=payload,
             deliver=self._take,
+            progress=self._progress,
             feeds_next=self.at + 1 < len(self.route),
             lora=self._lora(stage),
         )
         self._tell(RequestState.WAITING)
         stage.add(request)
+
+    def _progress(self, share: float) -> None:
+        if not self.ended:
+            self._tell(RequestState.RUNNING, share)
 
     def _take(self, output: StageOutput) -> None:
         """A stage's output: pass it to the client, and a finished one on to the next stage."""

@@ -247,10 +247,11 @@ def _look(request: LoRARequest, stages: Sequence[Stage], *, strict: bool) -> tup
     Raises:
         ConfigError: it is broken, or does not fit; names the first layer.
     """
-    from omni_notebook.models.lora import check_rank, misfit, read_adapter  # noqa: PLC0415  (torch: loaded when used)
+    from omni_notebook.models.lora import check_rank, misfit  # noqa: PLC0415  (torch: loaded when used)
+    from omni_notebook.models.pipeline_lora import read_any_adapter  # noqa: PLC0415
 
-    adapter = read_adapter(request.lora_path)
-    why = {stage.stage_id: misfit(adapter, stage.model.adaptable) for stage in stages}
+    adapter = read_any_adapter(request.lora_path)
+    why = {one.stage_id: one.model.unadaptable or misfit(adapter, one.model.adaptable) for one in stages}
     fitting = [stage for stage in stages if why[stage.stage_id] is None]
     if not fitting or (strict and len(fitting) < len(stages)):
         unfit = [stage for stage in stages if stage not in fitting]

@@ -92,8 +92,8 @@ class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `prepare_sleep` did.
 
     `backup`: tag → "spill" | "checkpoint" | "pinned", "pageable" (all of it, in such host memory) | "host" (only small
-    kept state) | None. `modified`: the contents of
-    `weights` differ from the recorded checksum (someone wrote to them after load); None = not looked at.
+    kept state) | None. `modified`: the contents of a
+    tag differ from its recorded checksum (someone wrote to the weights after load); None = not looked at.
     """
 
     backup: Mapping[str, str | None]

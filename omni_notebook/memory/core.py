@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.arena import release_range
-from omni_notebook.memory.base import WEIGHTS, TransitionOrderError
+from omni_notebook.memory.base import TransitionOrderError
 from omni_notebook.memory.books import Books
 from omni_notebook.memory.content import Backuper
 from omni_notebook.memory.lanes import default_lanes, never, run_lanes
@@ -57,7 +57,7 @@ class Core:
     def from_checkpoint(self, tag: Tag) -> bool:
         """Whether the tag, if unmodified, is restored by the checkpoint's restorer instead of a copy."""
         able = self.prefer_checkpoint and self.restorer is not None
-        return able and tag.name == WEIGHTS and self.records.has(tag)
+        return able and self.records.has(tag)
 
     def populate(self, chunks: Iterable[Chunk], stop: Callable[[], bool] = never) -> bool:
         """Make the chunks' pages physically there; False if `stop()` ended it early."""

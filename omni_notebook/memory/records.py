@@ -73,13 +73,13 @@ class ChecksumRecords:
             if content.changed[chunk.index]
         )
 
-    def modified(self, tag: Tag | None, stop: Callable[[], bool]) -> bool | None:
+    def modified(self, tag: Tag, stop: Callable[[], bool]) -> bool | None:
         """Whether the tag differs from the record; reads only chunks that may have been written. None: no record.
 
         Raises:
             TransitionCancelledError: `stop()` said so.
         """
-        if tag is None or tag.name not in self._tables:
+        if tag.name not in self._tables:
             return None
         if not self.has(tag):
             return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from omni_notebook.memory.base import WEIGHTS, PrepareReport, SleepPlan, UnmapReport
+from omni_notebook.memory.base import PrepareReport, SleepPlan, UnmapReport
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level, release_measured, spilled_bytes
 
@@ -65,10 +65,10 @@ class Sleeping:
         return self._report(chosen, copied, modified, checksum_ms)
 
     def _modified(self, chosen: Sequence[Tag], level: int, stop: Callable[[], bool]) -> bool | None:
-        weights = next((tag for tag in chosen if tag.name == WEIGHTS), None)
-        if weights is None or (level == 1 and not self._core.from_checkpoint(weights)):
-            return None
-        return self._core.records.modified(weights, stop)
+        """Whether a tag differs from its recorded checksum, where that matters; None: none was recorded."""
+        asked = [tag for tag in chosen if level == 2 or self._core.from_checkpoint(tag)]
+        known = [found for tag in asked if (found := self._core.records.modified(tag, stop)) is not None]
+        return any(known) if known else None
 
     def _backup_kind(self, tag: Tag, level: int, *, modified: bool | None) -> str | None:
         if tag.recomputable or (level == 2 and not tag.kept_whole):

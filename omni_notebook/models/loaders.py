@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from omni_notebook.models.places import Slices
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+STEM = "model"
+SINGLE_FILE = f"{STEM}.safetensors"
+INDEX_FILE = f"{SINGLE_FILE}.index.json"
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -30,31 +31,32 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_dir():
         msg = f"{path}: no such model folder"
         raise ConfigError(msg)
-    return _read_object(path / "config.json")
+    return read_object(path / "config.json")
 
 
-def checkpoint_files(folder: str | Path) -> list[Path]:
+def checkpoint_files(folder: str | Path, stem: str = STEM) -> list[Path]:
     """Return a model folder's safetensors files, shards in order of name; raise ConfigError if one is missing."""
     path = Path(folder)
+    single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     if not path.is_dir():
         msg = f"{path}: no such model folder"
         raise ConfigError(msg)
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
-    if not (path / INDEX_FILE).is_file():
-        msg = f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+    if (path / single).is_file():
+        return [path / single]
+    if not (path / index).is_file():
+        msg = f"{path}: neither {single} nor {index} is there"
         raise ConfigError(msg)
-    table = _read_object(path / INDEX_FILE).get("weight_map")
+    table = read_object(path / index).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-        msg = f"{path / INDEX_FILE}: weight_map is missing or is no table of file names"
+        msg = f"{path / index}: weight_map is missing or is no table of file names"
         raise ConfigError(msg)
     names = sorted(set(table.values()))
     for name in names:
         if Path(name).name != name:
-            msg = f"{path / INDEX_FILE}: {name!r} lies outside the model folder"
+            msg = f"{path / index}: {name!r} lies outside the model folder"
             raise ConfigError(msg)
         if not (path / name).is_file():
-            msg = f"{path / name}: no such file, but {INDEX_FILE} names it"
+            msg = f"{path / name}: no such file, but {index} names it"
             raise ConfigError(msg)
     return [path / name for name in names]
 
@@ -75,8 +77,15 @@ def iter_tensors(
     names: only these (a missing one raises ConfigError when the files are through). slices: for some names the part to
     read, one slice a dimension, so that a tensor-parallel rank reads its own share only.
     """
+    return tensors_of(checkpoint_files(folder), folder, names, slices)
+
+
+def tensors_of(
+    files: Collection[Path], source: object, names: Collection[str] | None = None, slices: Slices | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of safetensors files one by one; see `iter_tensors`. source: what an error names."""
     wanted = None if names is None else set(names)
-    for file in checkpoint_files(folder):
+    for file in files:
         with ExitStack() as stack:
             handle = _open(stack, file)
             for name in handle.keys():  # noqa: SIM118
@@ -85,7 +94,7 @@ def iter_tensors(
                     if wanted is not None:
                         wanted.discard(name)
     if wanted:
-        msg = f"{folder}: the checkpoint lacks {some(wanted)}"
+        msg = f"{source}: the checkpoint lacks {some(wanted)}"
         raise ConfigError(msg)
 
 
@@ -133,8 +142,13 @@ def load_into(
 
 def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Return for each tensor its file and shape (of its slice where one is named), from the headers alone."""
+    return shapes_of(checkpoint_files(folder), slices)
+
+
+def shapes_of(files: Collection[Path], slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Return the same of safetensors files."""
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
-    for file in checkpoint_files(folder):
+    for file in files:
         with ExitStack() as stack:
             handle = _open(stack, file)
             for name in handle.keys():  # noqa: SIM118
@@ -164,7 +178,8 @@ def _read(handle: Any, file: Path, name: str, part: tuple[slice, ...] | None) ->
     return tensor
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Return a JSON file's object; raise ConfigError where the file is missing or holds something else."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -25,6 +25,7 @@ class ArTorchModel:
     """Text (or token ids) in, text out."""
 
     output_type = "text"
+    unadaptable: str | None = None
 
     def __init__(self, config: StageConfig) -> None:
         folder = Path(config.model)

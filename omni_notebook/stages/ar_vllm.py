@@ -30,6 +30,7 @@ class ArVllmModel:
     """Text (or token ids) in, text out; vLLM has the tokenizer, but for a folder of ours, whose rules it lacks."""
 
     output_type = "text"
+    unadaptable: str | None = None
 
     def __init__(self, config: StageConfig) -> None:
         folder = Path(config.model)

@@ -30,6 +30,7 @@ class DiffusionModel:
     """A scene plan as text (and the thinker's hidden states, where it gives them) in, an image out."""
 
     output_type = "image"
+    unadaptable: str | None = None
 
     def __init__(self, config: StageConfig) -> None:
         self._shape = DiTConfig.from_dict(read_config(Path(config.model)))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_notebook.stages.requests import StageRequest
-    from omni_notebook.worker.batches import Prefetch
+    from omni_notebook.worker.batches import PipelineBatch, Prefetch
 
 
 class DiffusionScheduler(ImageScheduler):
@@ -28,8 +28,13 @@ class DiffusionScheduler(ImageScheduler):
         waiting = self._requests.waiting
         if not waiting:
             return []
-        kind = _kind(waiting[0])
-        return list(itertools.islice((r for r in waiting if _kind(r) == kind), self._max_batch_size))
+        kind = self._kind(waiting[0])
+        return list(itertools.islice((r for r in waiting if self._kind(r) == kind), self._max_batch_size))
+
+    def _kind(self, request: StageRequest) -> tuple[Any, ...]:
+        """What requests of one batch have in common."""
+        params = request.params
+        return (params.num_inference_steps, params.guidance_scale, params.width, params.height, request.lora_id)
 
     def schedule(self) -> Batch | None:
         """The next batch, taken from the queue."""
@@ -37,9 +42,23 @@ class DiffusionScheduler(ImageScheduler):
         if not chosen:
             return None
         self._requests.start(chosen)
-        payload = _payload(chosen)
+        payload = self._payload(chosen)
         self._batch_id = payload.batch_id
-        return Batch(tuple(chosen), payload, payload.batch_id)
+        return Batch(tuple(chosen), payload, payload.batch_id, self._milestones(payload))
+
+    def _milestones(self, payload: DiffusionBatch | PipelineBatch) -> tuple[int, ...]:  # noqa: ARG002
+        """After which steps the requests' progress is told."""
+        return ()
+
+    def _payload(self, requests: Sequence[StageRequest]) -> DiffusionBatch | PipelineBatch:
+        """What the ranks get."""
+        params = requests[0].params
+        return DiffusionBatch(
+            batch_id=batch_id(requests),
+            images=tuple(r.payload.first_step(r.seed, r.lora_id) for r in requests),
+            num_inference_steps=params.num_inference_steps,
+            guidance_scale=params.guidance_scale,
+        )
 
     def prefetch(self) -> Prefetch | None:
         """The conditioning of the next batch, and whose on the device is still wanted."""
@@ -67,16 +86,6 @@ class DiffusionScheduler(ImageScheduler):
         return self._requests.begun
 
 
-def _kind(request: StageRequest) -> tuple[Any, ...]:
-    params = request.params
-    return (params.num_inference_steps, params.guidance_scale, params.width, params.height, request.lora_id)
-
-
-def _payload(requests: Sequence[StageRequest]) -> DiffusionBatch:
-    first = requests[0].params
-    return DiffusionBatch(
-        batch_id=f"{BATCH_PREFIX}{requests[0].request_id}-{requests[0].arrived_s}",
-        images=tuple(r.payload.first_step(r.seed, r.lora_id) for r in requests),
-        num_inference_steps=first.num_inference_steps,
-        guidance_scale=first.guidance_scale,
-    )
+def batch_id(requests: Sequence[StageRequest]) -> str:
+    """A batch's name, by its first request."""
+    return f"{BATCH_PREFIX}{requests[0].request_id}-{requests[0].arrived_s}"

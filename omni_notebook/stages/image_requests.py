@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 _keys = itertools.count(1)
 
 
-@dataclass(slots=True)
-class ImagePrompt:
-    """A diffusion request's payload: plan ids (the model's plan length) and the thinker's hidden states, if any.
+@dataclass(slots=True, kw_only=True)
+class Drawing:
+    """What every diffusion request's payload has.
 
     `key` names what the ranks hold of it; `prefetched`: its conditioning is there already, or on its way.
     `step_versions`: the weight version of every denoise step that it took, as [version, steps] in order.
     """
 
-    plan_ids: tuple[int, ...]
-    hidden: Any | None
     key: int = field(default_factory=lambda: next(_keys))
     prefetched: bool = False
     step_versions: list[list[Any]] = field(default_factory=list)
@@ -48,6 +46,14 @@ class ImagePrompt:
             self.step_versions[-1][1] += steps
         else:
             self.step_versions.append([version, steps])
+
+
+@dataclass(slots=True)
+class ImagePrompt(Drawing):
+    """What our DiT draws from: plan ids (the model's plan length) and the thinker's hidden states, if any."""
+
+    plan_ids: tuple[int, ...]
+    hidden: Any | None
 
     def first_step(self, seed: int, lora_id: int) -> ImageStep:
         """What a rank needs to begin; the conditioning comes along unless it was sent ahead."""
@@ -202,7 +208,7 @@ def deliver_image(request: StageRequest, image: ImageAnswer, **metrics: Any) -> 
     """Hand a finished image over, unless the request was aborted."""
     if request.aborted:
         return
-    prompt: ImagePrompt = request.payload
+    prompt: Drawing = request.payload
     request.deliver(
         StageOutput(
             state=RequestState.FINISHED,

@@ -18,6 +18,8 @@ class StageModel(Protocol):
     """One kind of stage."""
 
     output_type: str
+    unadaptable: str | None
+    """Why this model takes no LoRA adapters at all; None: `adaptable` says what it takes."""
 
     @property
     def adaptable(self) -> dict[str, tuple[int, int]]:
@@ -63,6 +65,10 @@ def make_model(config: StageConfig) -> StageModel:
         from omni_notebook.stages.ar_torch import ArTorchModel  # noqa: PLC0415  (loads only what is used)
 
         return ArTorchModel(config)
+    if config.runtime_name == "diffusers":
+        from omni_notebook.stages.diffusers import DiffusersModel  # noqa: PLC0415
+
+        return DiffusersModel(config)
     from omni_notebook.stages.diffusion import DiffusionModel  # noqa: PLC0415
 
     return DiffusionModel(config)

@@ -143,6 +143,8 @@ class Replica:
         self._executing = True
         version = self._weight_version()
         try:
+            for steps in batch.milestones:  # before the batch: orders are carried out one after the other
+                self._watch(batch, steps, self._call("reached", batch.collect, steps))
             executing = self._call("execute", batch.payload, settle_s=SETTLE_S)
             collecting = None if batch.collect is None else self._call("collect", batch.collect)
             self._prefetch()
@@ -160,6 +162,18 @@ class Replica:
         finally:
             self._executing = False
             self._changed.notify()
+
+    def _watch(self, batch: Batch, steps: int, reached: asyncio.Task[list[RankAnswer]]) -> None:
+        """Tell the requests of a batch once it has made so many steps."""
+
+        def tell(task: asyncio.Task[list[RankAnswer]]) -> None:
+            if task.cancelled() or not all(answer.error is None and answer.value for answer in task.result()):
+                return
+            for request in batch.requests:
+                if not request.aborted:
+                    request.progress(steps / batch.payload.num_inference_steps)
+
+        reached.add_done_callback(tell)
 
     def _call(self, method: str, *args: Any, settle_s: float | None = None) -> asyncio.Task[list[RankAnswer]]:
         """A call that is on its way, after those begun before it."""

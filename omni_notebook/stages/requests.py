@@ -40,8 +40,8 @@ class StageOutput:
 class StageRequest:
     """One request in one stage.
 
-    `payload` is what the stage's scheduler understands; `deliver` takes outputs, on the engine's loop. `lora`: its
-    adapter in this stage.
+    `payload` is what the stage's scheduler understands; `deliver` takes outputs, `progress` what share is done (0 … 1),
+    on the engine's loop. `lora`: its adapter in this stage.
     """
 
     request_id: str
@@ -49,6 +49,7 @@ class StageRequest:
     params: OmniSamplingParams
     payload: Any
     deliver: Callable[[StageOutput], None]
+    progress: Callable[[float], None] = lambda _share: None
     feeds_next: bool = False
     lora: LoRARequest | None = None
     aborted: bool = False

@@ -18,12 +18,13 @@ class Batch(msgspec.Struct, frozen=True):
     """Requests that run together, and the payload that their runner understands.
 
     `collect`: the batch's id, where its outputs are copied and encoded while the next batch runs; None where the answer
-    of `execute` is the output.
+    of `execute` is the output. `milestones`: numbers of denoise steps after which the batch's progress is told.
     """
 
     requests: tuple[Any, ...]
     payload: Any
     collect: str | None = None
+    milestones: tuple[int, ...] = ()
 
 
 class Scheduler(Protocol):

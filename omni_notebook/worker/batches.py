@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from omni_notebook.errors import OmniError
+from omni_notebook.errors import ArgumentError, OmniError
 
 BATCH_PREFIX = "batch-"
 """What tells a batch's id from an order's."""
@@ -16,6 +16,12 @@ class BatchCancelledError(OmniError):
     """A batch stopped between two steps because all its requests were aborted."""
 
     error_code = "CANCELLED"
+
+
+class RequestRefusedError(ArgumentError):
+    """A model can not follow a request's parameters, on all ranks alike; the next batch is not concerned."""
+
+    error_code = "REFUSED"
 
 
 class SequenceStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +87,29 @@ class DiffusionBatch(msgspec.Struct, frozen=True, kw_only=True, tag="diffusion")
     images: tuple[ImageStep, ...]
     num_inference_steps: int
     guidance_scale: float
+
+
+class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a pipeline's batch."""
+
+    prompt: str
+    negative_prompt: str | None
+    seed: int
+
+
+class PipelineBatch(msgspec.Struct, frozen=True, kw_only=True, tag="pipeline"):
+    """Images that a diffusers pipeline draws together; `batch_id` cancels it between steps.
+
+    All have a negative prompt or none has. `width`, `height`: pixels, None = the pipeline's own. `lora_id`: 0 = none.
+    """
+
+    batch_id: str
+    images: tuple[PromptImage, ...]
+    num_inference_steps: int
+    guidance_scale: float
+    width: int | None
+    height: int | None
+    lora_id: int = 0
 
 
 class DenoiseStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from omni_notebook.errors import NeedsWeightsError, OmniError
-from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.protocol import SleepTask, WakeTask
 from omni_notebook.worker.rank import no_such
 from omni_notebook.worker.sleeping import SleepOrders
@@ -71,12 +70,12 @@ class Control:
         elif done.tags:
             self.sleeping.prepare_sleep(SleepTask(task_id=done.task_id, level=done.level, tags=done.tags))
             self.sleeping.commit_sleep(done.task_id)
-        weights.valid, weights.lost = done.weights_valid, done.weights_lost
+        weights.missing, weights.lost = done.missing, done.lost
 
     def _wake_again(self, done: Done) -> None:
-        wake = WakeTask(task_id=done.task_id, tags=done.tags, reload=done.weights_valid)
-        outlook = self.waking.prepare_wake(wake)
-        if done.weights_valid and not outlook.weights_valid and WEIGHTS in done.tags:
+        held = set(self._rank.weights.tags).intersection(done.tags) - done.missing
+        self.waking.prepare_wake(WakeTask(task_id=done.task_id, tags=done.tags, reload=bool(held)))
+        if held & self.waking.missing:
             self.waking.abort_wake(done.task_id)
             msg = "the sleep that is to be undone discarded weights that no path reproduces"
             raise NeedsWeightsError(msg)

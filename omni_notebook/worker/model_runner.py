@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
 
 from omni_notebook.memory.base import WEIGHTS
-from omni_notebook.models.loaders import check_fits, load_into
+from omni_notebook.models.loaders import check_fits, checkpoint_files, load_into
 from omni_notebook.models.places import Places
+from omni_notebook.worker.lora import Loras
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.models.parallel import ParallelModel
     from omni_notebook.worker.batches import Prefetch
-    from omni_notebook.worker.lora import Loras
 
 CPU_DTYPE = torch.float32
 """`dtype="auto"` on a CPU: half types are slower there and not batch-invariant."""
@@ -33,11 +34,17 @@ class ModelRunner:
 
     _model: ParallelModel
     loras: Loras
+    weight_tags = (WEIGHTS,)
 
     @property
     def model(self) -> ParallelModel:
         """The module."""
         return self._model
+
+    def make_loras(self, pool: MemoryPool, *, slots: int, max_rank: int) -> Loras:
+        """Slots for adapters beside the model."""
+        self.loras = Loras(self._model, pool, slots=slots, max_rank=max_rank)
+        return self.loras
 
     def _place(self, make: Callable[[], ParallelModel], dtype: torch.dtype, pool: MemoryPool) -> None:
         with torch.device("meta"):
@@ -51,7 +58,20 @@ class ModelRunner:
         """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
         check_fits(self._model, folder)
 
-    def load_weights(self, folder: Path, between: Callable[[], None] | None = None) -> None:
+    def weight_files(self, folder: Path) -> Sequence[Path]:
+        """The checkpoint's safetensors files."""
+        return checkpoint_files(folder)
+
+    def folder(self, model: str) -> str:
+        """The model is a folder."""
+        return model
+
+    def load_weights(
+        self,
+        folder: Path,
+        between: Callable[[], None] | None = None,
+        tags: Collection[str] | None = None,  # noqa: ARG002  (there is one tag)
+    ) -> None:
         """Fill the parameters in place; `between` is called before each tensor and may raise."""
         load_into(self._model, folder, between=between)
 
@@ -64,12 +84,18 @@ class ModelRunner:
         reset: Callable[[], None] = self._model.reset_buffers  # type: ignore[assignment]
         reset()
 
-    def kept_tensors(self) -> Sequence[torch.Tensor]:
+    def kept_tensors(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """Pool tensors that no checkpoint has."""
-        return list(self._model.buffers())
+        return {WEIGHTS: list(self._model.buffers())}
 
     def cancel(self, task_id: str) -> None:
         """Stop a batch early, where a runner can; the others end soon by themselves (any thread)."""
+
+    def reached(self, batch_id: str, steps: int) -> Future[bool]:  # noqa: ARG002  (nobody asks a batch of ours)
+        """Never, where a runner does not count."""
+        never: Future[bool] = Future()
+        never.set_result(False)
+        return never
 
     def prefetch(self, wanted: Prefetch) -> None:
         """Nothing, where a model has no conditioning."""

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class Done(msgspec.Struct, frozen=True):
     """The last order that committed, so that it can be undone if another rank did not commit.
 
-    `weights_valid`, `weights_lost`: as they were before it.
+    `missing`, `lost`: the books about the weights as they were before it.
     """
 
     task_id: str
     tags: tuple[str, ...]
     level: int
     slept: bool
-    weights_valid: bool
-    weights_lost: bool
+    missing: frozenset[str]
+    lost: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Rank:
     def note(self, task_id: str, tags: tuple[str, ...], level: int, *, slept: bool) -> None:
         """Remember an order that commits now, before the books about the weights change."""
         weights = self.weights
-        self.done = Done(task_id, tags, level, slept, weights.valid, weights.lost)
+        self.done = Done(task_id, tags, level, slept, weights.missing, weights.lost)
 
     @property
     def level(self) -> int | None:

@@ -5,27 +5,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     import torch
 
     from omni_notebook.memory.base import MemoryPool
-    from omni_notebook.models.parallel import ParallelModel, TensorParallel
+    from omni_notebook.models.parallel import TensorParallel
     from omni_notebook.models.places import Places
+    from omni_notebook.protocol import LoRARequest
     from omni_notebook.worker.batches import Executed, ImageAnswer, Prefetch
-    from omni_notebook.worker.lora import Loras
+    from omni_notebook.worker.reports import LoRAReport
 
 
 class Loading(Protocol):
     """Where weights come from and go to."""
 
+    @property
+    def weight_tags(self) -> tuple[str, ...]:
+        """The pool's tags that hold weights; known once the model is built."""
+        ...
+
+    def weight_files(self, folder: Path) -> Sequence[Path]:
+        """The files of a checkpoint folder that hold weights; raise ConfigError if one is missing."""
+        ...
+
     def check_weights(self, folder: Path) -> None:
         """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
         ...
 
-    def load_weights(self, folder: Path, between: Callable[[], None] | None = None) -> None:
-        """Fill parameters from a checkpoint folder, in place.
+    def load_weights(
+        self, folder: Path, between: Callable[[], None] | None = None, tags: Collection[str] | None = None
+    ) -> None:
+        """Fill parameters from a checkpoint folder, in place; those of `tags`, None = all.
 
         Raises:
             ConfigError: the checkpoint does not fit; checked before a parameter is touched.
@@ -45,26 +58,51 @@ class Synchronizing(Protocol):
         ...
 
 
+class Adapters(Protocol):
+    """One rank's adapters."""
+
+    def prepare(self, request: LoRARequest) -> LoRAReport:
+        """Read an adapter; nothing uses it before `commit`."""
+        ...
+
+    def commit(self, lora_id: int) -> None:
+        """Take a prepared adapter."""
+        ...
+
+    def abort(self, lora_id: int) -> None:
+        """Forget a prepared adapter."""
+        ...
+
+    def remove(self, lora_id: int) -> None:
+        """Forget an adapter, prepared or taken; its memory goes back, with the last one at the latest."""
+        ...
+
+    def pin(self, lora_id: int) -> None:
+        """Have it on the device for good."""
+        ...
+
+    def unpin(self, lora_id: int) -> None:
+        """Let it leave the device again."""
+        ...
+
+
 class Runner(Loading, Synchronizing, Protocol):
-    """One model on one rank; its memory is in the pool. `loras`: its adapters, set once it is built."""
+    """One model on one rank; its memory is in the pool."""
 
-    loras: Loras
-
-    @property
-    def model(self) -> ParallelModel:
-        """The model."""
+    def make_loras(self, pool: MemoryPool, *, slots: int, max_rank: int) -> Adapters:
+        """What holds the model's adapters, once it is built."""
         ...
 
     def build(self, pool: MemoryPool, parallel: TensorParallel) -> None:
         """Construct the model, or one rank's part of it, with all its memory in `pool`; weights are not valid yet."""
         ...
 
-    def reset_buffers(self) -> None:
-        """Recompute buffers that no checkpoint has."""
+    def kept_tensors(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Pool tensors that no checkpoint has (buffers, scales), by tag."""
         ...
 
-    def kept_tensors(self) -> Sequence[torch.Tensor]:
-        """Pool tensors that no checkpoint has (buffers, scales)."""
+    def folder(self, model: str) -> str:
+        """Where the files of a configured model are, once it is built."""
         ...
 
     def execute(self, batch: Any, weight_version: Callable[[], str]) -> Any:
@@ -72,6 +110,10 @@ class Runner(Loading, Synchronizing, Protocol):
 
         `weight_version` tells which weights are in memory at the moment of the call.
         """
+        ...
+
+    def reached(self, batch_id: str, steps: int) -> Future[bool]:
+        """Is done once a batch that comes next has made so many steps, or has ended before (False)."""
         ...
 
     def prefetch(self, wanted: Prefetch) -> None:

@@ -19,6 +19,10 @@ def make_runner(config: StageConfig, parallel_size: int = 1) -> Runner:
         from omni_notebook.worker.ar_runner import ArRunner  # noqa: PLC0415  (loads only what is used)
 
         return ArRunner(config, parallel_size)
+    if config.runtime_name == "diffusers":
+        from omni_notebook.worker.diffusers.runner import DiffusersRunner  # noqa: PLC0415
+
+        return DiffusersRunner(config, parallel_size)
     from omni_notebook.worker.diffusion_runner import DiffusionRunner  # noqa: PLC0415
 
     return DiffusionRunner(config, parallel_size)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from omni_notebook.errors import OmniError
-from omni_notebook.memory.base import WEIGHTS, PrepareReport
+from omni_notebook.memory.base import PrepareReport
 from omni_notebook.protocol import PhasesMs, SleepTask
 from omni_notebook.worker.rank import ms_since, no_such
 
@@ -60,7 +60,7 @@ class SleepOrders:
             task.level, task.tags, cancelled=lambda: task.task_id in self._rank.cancelled
         )
         why, check_ms = None, None
-        if task.level == 2 and self._rank.weights.valid:
+        if task.level == 2 and self._whole(prepared.backup):
             checking_s = time.perf_counter()
             why, check_ms = self._why_unrecoverable(prepared), ms_since(checking_s)
         if why is not None and not task.discard:
@@ -70,11 +70,20 @@ class SleepOrders:
             task=task, started_s=started_s, prepared=prepared, sync_ms=sync_ms, check_ms=check_ms, unrecoverable=why
         )
 
+    def _whole(self, falling: Iterable[str]) -> bool:
+        """Whether a level 2 has whole weights to discard: those that fall asleep, and those that sleep at level 1."""
+        missing, tags = self._rank.weights.missing, set(self._rank.weights.tags)
+        return not missing & set(falling) and bool(tags - missing)
+
     def _why_unrecoverable(self, prepared: PrepareReport) -> str | None:
         """Why a level 2 could not be undone; weights that sleep already are looked at in their backup."""
-        if WEIGHTS in prepared.backup:
-            return self._rank.weights.why_unrecoverable(modified=bool(prepared.modified))
-        return self._rank.weights.why_unrecoverable(modified=self._rank.pool.modified_in_backup(WEIGHTS))
+        modified = bool(prepared.modified) or self._modified_asleep()
+        return self._rank.weights.why_unrecoverable(modified=modified)
+
+    def _modified_asleep(self) -> bool:
+        """Whether a backup of weights that sleep has other contents than were loaded."""
+        asleep = [tag for tag in self._rank.weights.tags if self._rank.levels.get(tag) == 1]
+        return any(self._rank.pool.modified_in_backup(tag) for tag in asleep if tag not in self._rank.weights.missing)
 
     def commit_sleep(self, task_id: str) -> OmniACK:
         """Give the pages up, measure, answer.
@@ -121,16 +130,17 @@ class SleepOrders:
             self._rank.levels[tag] = plan.task.level
         if plan.task.level == 1:
             return None
-        self._weights_dropped(plan.unrecoverable)
+        self._weights_dropped(plan.unrecoverable, (*tags, *earlier))
         if not earlier:
             return None
         self._rank.levels.update(dict.fromkeys(earlier, 2))
         return self._rank.pool.drop_backup(earlier)
 
-    def _weights_dropped(self, why: str | None) -> None:
-        if self._rank.weights.valid:
-            self._rank.weights.lost = why is not None
-        self._rank.weights.valid = False
+    def _weights_dropped(self, why: str | None, tags: Iterable[str]) -> None:
+        weights = self._rank.weights
+        if weights.valid or why is not None:
+            weights.lost = why is not None
+        weights.missing |= set(weights.tags).intersection(tags)
 
     def abort_sleep(self, task_id: str) -> None:
         """Forget a prepared sleep; memory is as before it."""
@@ -146,12 +156,12 @@ class SleepOrders:
             UnrecoverableError: `task.discard` is False and no path reproduces the weights.
         """
         started_s = time.perf_counter()
-        why = self._rank.weights.why_unrecoverable(modified=self._rank.pool.modified_in_backup(WEIGHTS))
+        why = self._rank.weights.why_unrecoverable(modified=self._modified_asleep())
         if why is not None and not task.discard:
             raise UnrecoverableError(_refusal(why))
         freed = self._rank.pool.drop_backup(None)
         self._rank.levels = dict.fromkeys(self._rank.levels, 2)
-        self._weights_dropped(why)
+        self._weights_dropped(why, self._rank.levels)
         return self._rank.acks.dropped(
             task.task_id,
             freed,

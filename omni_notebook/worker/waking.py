@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from omni_notebook.errors import OmniError
-from omni_notebook.memory.base import BALLAST, WEIGHTS, MapReport, RestoreReport, TransitionCancelledError
+from omni_notebook.memory.base import BALLAST, MapReport, RestoreReport, TransitionCancelledError
 from omni_notebook.protocol import PhasesMs, WakeTask
 from omni_notebook.worker.ack import rate_gib_per_s
 from omni_notebook.worker.rank import ms_since, no_such
@@ -32,6 +32,7 @@ class _Waking(msgspec.Struct, frozen=True, kw_only=True):
     reload_ms: float | None
     verify_ms: float | None
     note: str | None
+    missing: frozenset[str]
     outlook: WakeOutlook
 
 
@@ -45,6 +46,11 @@ class WakeOrders:
     def has(self, task_id: str) -> bool:
         """Whether this wake is prepared and not committed."""
         return self._waking is not None and self._waking.task.task_id == task_id
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Tags whose weights a prepared wake leaves without valid contents."""
+        return frozenset() if self._waking is None else self._waking.missing
 
     def prepare_wake(self, task: WakeTask) -> WakeOutlook:
         """Map, copy back or reload, verify.
@@ -77,6 +83,9 @@ class WakeOrders:
         reload_ms, verify_ms, note = self._reload_weights(task, restored)
         self._stop_if_cancelled(task.task_id)
         awake = self._awake_after(task)
+        missing = self._rank.weights.missing
+        if verify_ms is not None:
+            missing -= set(awake)
         return _Waking(
             task=task,
             started_s=started_s,
@@ -85,27 +94,30 @@ class WakeOrders:
             reload_ms=reload_ms,
             verify_ms=verify_ms,
             note=note,
+            missing=missing,
             outlook=WakeOutlook(
                 awake_tags=awake,
                 all_awake=len(awake) == len(self._rank.pool.tags()),
-                weights_valid=self._rank.weights.valid or verify_ms is not None,
+                weights_valid=not missing,
             ),
         )
 
     def _reload_weights(self, task: WakeTask, restored: RestoreReport) -> tuple[float | None, float | None, str | None]:
         """Milliseconds to reload and to verify, and a note where weights are left invalid."""
-        if self._rank.weights.valid or WEIGHTS not in self._awake_after(task):
+        todo = [tag for tag in self._awake_after(task) if tag in self._rank.weights.missing]
+        if not todo:
             return None, None, None
         if not task.reload:
             return None, None, "mapped without weights, as asked; call load_weights, or wake_up to reload"
-        why_not = self._rank.weights.why_not_reloaded() if WEIGHTS in restored.needs_reload else None
+        dropped = set(todo).intersection(restored.needs_reload)
+        why_not = self._rank.weights.why_not_reloaded() if dropped else None
         if why_not is not None:
             return None, None, why_not
         started_s = time.perf_counter()
-        self._rank.weights.reload(lambda: self._stop_if_cancelled(task.task_id))
+        self._rank.weights.reload(lambda: self._stop_if_cancelled(task.task_id), todo)
         reload_ms = ms_since(started_s)
         started_s = time.perf_counter()
-        self._rank.weights.verify()
+        self._rank.weights.verify(todo)
         return reload_ms, ms_since(started_s), None
 
     def _sleeping_tags(self, task: WakeTask) -> tuple[str, ...]:
@@ -135,10 +147,12 @@ class WakeOrders:
         self._rank.levels = {
             tag: level for tag, level in self._rank.levels.items() if tag not in plan.outlook.awake_tags
         }
-        if WEIGHTS in plan.outlook.awake_tags:
-            self._rank.weights.valid, self._rank.weights.lost = plan.outlook.weights_valid, False
+        weights = self._rank.weights
+        weights.missing = plan.missing
+        if set(weights.tags).issubset(plan.outlook.awake_tags):
+            weights.lost = False
         backed_up = self._rank.pool.host_backup_bytes()
-        if self._rank.weights.valid:
+        if weights.valid:
             self._rank.pool.write_ahead()
         warm = plan.outlook.all_awake and plan.outlook.weights_valid
         return self._rank.acks.wake(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from omni_notebook.errors import ConfigError, NeedsWeightsError, OmniError
-from omni_notebook.memory.base import WEIGHTS
-from omni_notebook.models.loaders import checkpoint_files
 from omni_notebook.worker.intake import Intake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.worker.runner import Loading
@@ -31,18 +30,19 @@ class WeightsMismatchError(OmniError):
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """Where weights came from (None: no path), what they are called, the checksum of all, and the files' state."""
+    """Where weights came from (None: no path), what they are called, each tag's checksum, and the files' state."""
 
     source: Path | None
     version: str
-    digest: str
+    digests: dict[str, str]
     files: Fingerprint
 
 
 class Weights:
     """The books about one rank's weights.
 
-    `valid`: the mapped weights are whole. `lost`: a sleep discarded contents that no path reproduces.
+    `missing`: of the tags that hold weights (`tags`), those without valid contents; `valid`: none is missing.
+    `lost`: a sleep discarded contents that no path reproduces.
     They come from a checkpoint folder (`prepare`, `load`), or as tensors that no path reproduces (`prepare_tensors`,
     `take` again and again, `finish`).
     """
@@ -50,13 +50,32 @@ class Weights:
     def __init__(self, runner: Loading, pool: MemoryPool) -> None:
         self._runner = runner
         self._pool = pool
-        self._known = _Known(None, "", "", ())
+        self._known = _Known(None, "", {}, ())
         self._before: _Known | None = None
         self._intake: Intake | None = None
-        self._recorded = False
+        self._recorded: set[str] = set()
+        self._missing: frozenset[str] | None = None
         self.version = ""
-        self.valid = False
         self.lost = False
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The pool's tags that hold weights."""
+        return self._runner.weight_tags
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Tags whose weights are not whole."""
+        return frozenset(self.tags) if self._missing is None else self._missing
+
+    @missing.setter
+    def missing(self, tags: frozenset[str]) -> None:
+        self._missing = tags
+
+    @property
+    def valid(self) -> bool:
+        """Whether the weights are whole."""
+        return not self.missing
 
     @property
     def source(self) -> Path | None:
@@ -85,7 +104,7 @@ class Weights:
         """
         self._runner.check_weights(folder)
         self._before = None
-        self.valid = self._recorded = False
+        self._void()
         self._runner.load_weights(folder)
         self._accept(folder.resolve(), version)
 
@@ -102,12 +121,16 @@ class Weights:
     def _accept(self, source: Path | None, version: str | None) -> None:
         """What is in memory now is whole: name it, and remember what was known before, for `revoke`."""
         before = msgspec.structs.replace(self._known, version=self.version)
-        digest = self._pool.record_checksum(WEIGHTS)
-        self.version = version or digest[:DIGEST_CHARS]
-        files = () if source is None else _fingerprint(source)
-        self._known, self._before = _Known(source, self.version, digest, files), before
-        self.valid = self._recorded = True
+        digests = {tag: self._pool.record_checksum(tag) for tag in self.tags}
+        self.version = version or _together(digests)[:DIGEST_CHARS]
+        files = () if source is None else self._fingerprint(source)
+        self._known, self._before = _Known(source, self.version, digests, files), before
+        self._missing, self._recorded = frozenset(), set(digests)
         self.lost = False
+
+    def _void(self) -> None:
+        """The weights are being written to: nothing is known of them."""
+        self._missing, self._recorded = None, set()
 
     def prepare_tensors(self, headers: Sequence[TensorHeader] | None) -> None:
         """Before the first `take`: do the tensors fit here, where all of them are known already?
@@ -128,7 +151,7 @@ class Weights:
         """
         intake = self._opened()
         intake.check(chunk)
-        self.valid = self._recorded = False
+        self._void()
         intake.write(chunk)
 
     def finish(self, version: str | None) -> None:
@@ -149,13 +172,13 @@ class Weights:
         if self._before is not None:
             self._known, self._before = self._before, None
             self.version = self._known.version
-            self._recorded = False
-        self.valid = False
+            self._recorded = set()
+        self._missing = None
 
-    def reload(self, between: Callable[[], None] | None = None) -> None:
-        """Load the last checkpoint again into mapped memory; `verify` tells whether it is the same.
+    def reload(self, between: Callable[[], None] | None = None, tags: Collection[str] | None = None) -> None:
+        """Load the last checkpoint again into the mapped memory of `tags`; `verify` tells whether it is the same.
 
-        `between` is called before each tensor and may raise, which ends the reload.
+        `between` is called before each tensor and may raise, which ends the reload. `tags`: None = all.
 
         Raises:
             NeedsWeightsError: there is no path to load from.
@@ -163,15 +186,15 @@ class Weights:
         """
         if self._known.source is None:
             raise NeedsWeightsError(NO_SOURCE)
-        self._runner.load_weights(self._known.source, between)  # checks the files before it touches a parameter
+        self._runner.load_weights(self._known.source, between, tags)  # checks the files before it touches a parameter
 
-    def verify(self) -> None:
+    def verify(self, tags: Collection[str] | None = None) -> None:
         """Compare with the checksum taken at load.
 
         Raises:
             WeightsMismatchError: the contents differ.
         """
-        if not self._as_loaded():
+        if not all(self._as_loaded(tag) for tag in (self.tags if tags is None else tags)):
             msg = (
                 f"the checkpoint {self._known.source} is not the one that was loaded (its checksum differs); put the "
                 "old file back and wake again, or call wake_up(reload=False) and load_weights(stage_id, source) to "
@@ -179,11 +202,13 @@ class Weights:
             )
             raise WeightsMismatchError(msg)
 
-    def _as_loaded(self) -> bool:
-        if self._recorded:
-            return self._pool.verify_checksum(WEIGHTS)
-        self._recorded = self._pool.record_checksum(WEIGHTS) == self._known.digest  # the pool's record is of others
-        return self._recorded
+    def _as_loaded(self, tag: str) -> bool:
+        if tag in self._recorded:
+            return self._pool.verify_checksum(tag)
+        if self._pool.record_checksum(tag) != self._known.digests[tag]:  # the pool's record is of others
+            return False
+        self._recorded.add(tag)
+        return True
 
     def why_not_reloaded(self) -> str | None:
         """Why a wake must not reload what a sleep discarded, and the call that helps; None: it may."""
@@ -204,15 +229,21 @@ class Weights:
         if modified:
             return f"the weights were changed in memory since {source} was loaded"
         try:
-            if _fingerprint(source) == self._known.files:
+            if self._fingerprint(source) == self._known.files:
                 return None  # files that fitted then; reading their headers again takes milliseconds
             self._runner.check_weights(source)
         except ConfigError as error:
             return f"the checkpoint can not be loaded any more ({error})"
         return f"the files of {source} were changed since they were loaded"
 
+    def _fingerprint(self, folder: Path) -> Fingerprint:
+        """Each file's name, size and time of change (ns): cheap, and different once someone has written to it."""
+        stats = [(str(path.relative_to(folder)), path.stat()) for path in self._runner.weight_files(folder)]
+        return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
-def _fingerprint(folder: Path) -> Fingerprint:
-    """Each file's name, size and time of change (ns): cheap, and different once someone has written to it."""
-    stats = [(path.name, path.stat()) for path in checkpoint_files(folder)]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+def _together(digests: Mapping[str, str]) -> str:
+    """One digest of all tags; of one tag, its own."""
+    if len(digests) == 1:
+        return next(iter(digests.values()))
+    return hashlib.sha256("".join(digests.values()).encode()).hexdigest()

@@ -10,16 +10,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.memory.host import rss_bytes
 from omni_notebook.memory.platforms import create_pool
 from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
-from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError
+from omni_notebook.worker.batches import BATCH_PREFIX, BatchCancelledError, RequestRefusedError
 from omni_notebook.worker.control import Control, ControlOrders
 from omni_notebook.worker.group import RankGroup
-from omni_notebook.worker.lora import Loras
 from omni_notebook.worker.outputs import Outputs
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport
@@ -77,14 +75,13 @@ class Worker(ControlOrders):
         """
         self._runner.build(self._pool, self._group.parallel)
         config = self._spec.config
-        self._loras = self._runner.loras = Loras(
-            self._runner.model, self._pool, slots=config.max_loras, max_rank=config.max_lora_rank
-        )
+        self._loras = self._runner.make_loras(self._pool, slots=config.max_loras, max_rank=config.max_lora_rank)
         self._ballast.allocate()
         self._ballast.fill()
-        self._pool.keep(WEIGHTS, self._runner.kept_tensors())
+        for tag, tensors in self._runner.kept_tensors().items():
+            self._pool.keep(tag, tensors)
         if self._spec.load_weights:
-            self.load_weights(self._spec.source or self._spec.config.model, self._spec.version)
+            self.load_weights(self._spec.source or self._runner.folder(config.model), self._spec.version)
         return LoadReport(
             pid=os.getpid(),
             device=self._pool.device,
@@ -97,9 +94,9 @@ class Worker(ControlOrders):
         return {tag: info.span_bytes for tag, info in self._pool.tags().items()}
 
     def _restore_tag(self, tag: str) -> None:
-        if tag == WEIGHTS:
-            self._weights.reload()
-            self._weights.verify()
+        if tag in self._weights.tags:
+            self._weights.reload(tags=(tag,))
+            self._weights.verify((tag,))
         else:
             self._ballast.fill()
 
@@ -122,10 +119,11 @@ class Worker(ControlOrders):
         Raises:
             PeerLostError: another rank died, failed or did not answer in time; `restart` helps.
             BatchCancelledError: the batch was cancelled, on all ranks at the same step.
+            RequestRefusedError: the model can not follow its parameters, on all ranks alike.
         """
         try:
             outcome = self._runner.execute(batch, lambda: self._weights.version)
-        except BatchCancelledError:
+        except (BatchCancelledError, RequestRefusedError):
             raise
         except BaseException:
             self._group.close()
@@ -143,6 +141,10 @@ class Worker(ControlOrders):
             ArgumentError: no such batch was executed, or it was collected before.
         """
         return self._outputs.take(batch_id)
+
+    def reached(self, batch_id: str, steps: int) -> Future[bool]:
+        """Whether a batch that comes next has made so many steps; False: it ended before."""
+        return self._runner.reached(batch_id, steps)
 
     def barrier(self) -> None:
         """Return once all that was started before is done: the device, the copies of its outputs, prefetches."""

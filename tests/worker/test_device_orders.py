@@ -17,8 +17,12 @@ from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
 class Books:
     """Weights that a checkpoint gives back, and a runner that waits for a device at rest."""
 
-    valid, lost, version, source = True, False, "v1", "folder"
+    tags, missing, lost, version, source = ("weights",), frozenset(), False, "v1", "folder"
     loras = None
+
+    @property
+    def valid(self):
+        return not self.missing
 
     def why_unrecoverable(self, *, modified):
         return "changed" if modified else None
@@ -26,10 +30,10 @@ class Books:
     def why_not_reloaded(self):
         return None
 
-    def reload(self, _between):
+    def reload(self, _between, _tags):
         self.refill()
 
-    def verify(self):
+    def verify(self, _tags):
         assert self.pool.verify_checksum()
 
     def synchronize(self):

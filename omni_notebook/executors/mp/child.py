@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
 _NOT_MEASURED = frozenset(
-    {"execute", "collect", "ping", "barrier", "noop", "weights_valid", "load_tensors", "submit", "outputs"}
+    {"execute", "reached", "collect", "ping", "barrier", "noop", "weights_valid", "load_tensors", "submit", "outputs"}
 )
 """Orders that move no memory, or come too fast to measure after each: the next tick does. After all others memory is
 measured and sent before the answer, so that who has the answer has the memory after it."""

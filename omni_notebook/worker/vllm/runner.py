@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from omni_notebook.errors import ConfigError, UnsupportedError
-from omni_notebook.models.loaders import checkpoint_shapes
+from omni_notebook.memory.base import WEIGHTS
+from omni_notebook.models.loaders import checkpoint_files, checkpoint_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 class VllmRunner:
     """One vLLM worker's model; `worker` is vLLM's own."""
+
+    weight_tags = (WEIGHTS,)
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -58,7 +61,16 @@ class VllmRunner:
         )
         raise ConfigError(msg)
 
-    def load_weights(self, folder: Path, between: Callable[[], None] | None = None) -> None:
+    def weight_files(self, folder: Path) -> Sequence[Path]:
+        """The checkpoint's safetensors files."""
+        return checkpoint_files(folder)
+
+    def load_weights(
+        self,
+        folder: Path,
+        between: Callable[[], None] | None = None,
+        tags: Collection[str] | None = None,  # noqa: ARG002  (there is one tag)
+    ) -> None:
         """Reload all weights in place, by vLLM's own loader.
 
         Raises:

@@ -59,6 +59,8 @@ class Orders:
             self._check(stage, order)
             if mode is not None:
                 check_pausable([stage], mode)
+                if mode == PauseMode.WAIT and decide(order, stage.state, stage.level) == Action.RUN:
+                    refuse_frozen(stage, str(order))
             elif decide(order, stage.state, stage.level) == Action.RUN:
                 refuse_busy(stage, str(order))
 
@@ -259,6 +261,21 @@ def refuse_busy(stage: Stage, order: str) -> None:
         f"stage {stage.stage_id} is busy: {stage.running} running, {stage.queued} queued, {in_transit} in transit; "
         f"{order} is refused, nothing changed. Call pause_generation(mode='keep', stage_ids=[{stage.stage_id}]) "
         "first, or sleep(..., mode='keep' | 'wait' | 'abort')"
+    )
+    raise StageBusyError(
+        msg, stage_id=stage.stage_id, running=stage.running, queued=stage.queued, in_transit=in_transit
+    )
+
+
+def refuse_frozen(stage: Stage, order: str) -> None:
+    """Raise StageBusyError if requests are to end first that a pause holds: they never would."""
+    in_transit = stage.in_transit()
+    if not stage.quiesced or not (stage.running or stage.queued or in_transit):
+        return
+    msg = (
+        f"stage {stage.stage_id} is {stage.pause_state} ({stage.pause_mode}) with {stage.running} running, "
+        f"{stage.queued} queued, {in_transit} in transit, which can not end: {order} with mode='wait' is refused, "
+        "nothing changed. Call resume_generation() first, or sleep(..., mode='keep' | 'abort')"
     )
     raise StageBusyError(
         msg, stage_id=stage.stage_id, running=stage.running, queued=stage.queued, in_transit=in_transit

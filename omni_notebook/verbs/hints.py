@@ -156,6 +156,7 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"\bresume_generation\b(?:\(\))?", "%omni resume"),
     (r"sleep\(\.\.\., mode='keep' \| 'wait' \| 'abort'\)", "%omni sleep {id} --mode keep (or wait, abort)"),
     (r"sleep\(\.\.\., mode='wait' \| 'abort'\)", "%omni sleep {id} --mode wait (or abort)"),
+    (r"sleep\(\.\.\., mode='keep' \| 'abort'\)", "%omni sleep {id} --mode keep (or abort)"),
     (r"sleep\(\.\.\., discard=True\)(?: \(magic: --discard\))?", "%omni sleep {id} --discard"),
     (r"\bsleep\((?:level=)?([12])\)", r"sleep --level \1"),
     (r"\brestart\((\d+)\)", r"%omni restart \1"),

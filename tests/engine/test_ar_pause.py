@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_notebook.errors import PausedError
+from omni_notebook.errors import PausedError, StageBusyError
 from tests.engine.engine_helpers import collect, golden, held, slow, until
 from tests.engine.painting import PAINTER, THINKER, draw, journal, places, stage, tokens
 from tests.engine.rules import Rule
@@ -215,5 +215,22 @@ def test_what_a_running_thinker_step_ends_is_handed_to_a_paused_painter_and_wait
         assert not request.done()
         await painter.resume_generation()
         assert (await request)[-1].images[0].tobytes() == alone[1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stage_id", [THINKER, PAINTER])
+def test_a_sleep_that_would_wait_for_what_a_pause_holds_is_refused_at_once(painter: AsyncOmni, stage_id: int) -> None:
+    async def run() -> None:
+        with slow(painter, THINKER, 0.05):
+            requests = await half_way(painter, PROMPTS)
+            await painter.pause_generation("keep")
+        with pytest.raises(StageBusyError, match=r"can not end: .* Call resume_generation\(\) first"):
+            await asyncio.wait_for(painter.sleep([stage_id], mode="wait"), 5)
+        assert stage(painter, stage_id).state == "AWAKE"
+        await painter.sleep([stage_id], mode="keep")
+        await painter.wake_up([stage_id])
+        await painter.resume_generation()
+        assert all([(await request)[-1].finished for request in requests])
 
     asyncio.run(run())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from omni_notebook.errors import AsleepError, ConfigError, SleepError, StageBusyError, UnsupportedError, WakeError
+from omni_notebook.memory.platforms import describe_platforms
 from omni_notebook.protocol import MIB, LoRARequest
 from omni_notebook.worker.vllm.versions import vllm_version
 from tests import adapters
@@ -55,8 +56,21 @@ async def begun(engine: AsyncOmni, count: int, params: dict[str, Any] = LONG) ->
     return tasks
 
 
-def rss(pid: int) -> int:
-    return psutil.Process(pid).memory_info().rss
+ON_CUDA = next(one for one in describe_platforms() if one.platform == "cuda").supported
+NEAR = (64 if ON_CUDA else 4) * MIB
+"""How far a look from outside may be from what a rank says: NVML's books are coarser."""
+
+
+def held(pid: int) -> int:
+    """What a process holds where its stage lives, seen from outside: NVML's bytes of it, or its RSS."""
+    if not ON_CUDA:
+        return psutil.Process(pid).memory_info().rss
+    import pynvml
+
+    pynvml.nvmlInit()
+    devices = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
+    running = [one for device in devices for one in pynvml.nvmlDeviceGetComputeRunningProcesses(device)]
+    return sum(one.usedGpuMemory for one in running if one.pid == pid)
 
 
 def pids(engine: AsyncOmni) -> list[int]:
@@ -65,7 +79,7 @@ def pids(engine: AsyncOmni) -> list[int]:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_each_rank_answers_for_itself_and_its_process_shrinks_by_what_it_says(two: AsyncOmni, level: int) -> None:
-    before = {pid: rss(pid) for pid in pids(two)}
+    before = {pid: held(pid) for pid in pids(two)}
     acks = asyncio.run(two.sleep([0], level=level))
     assert [(ack.status, ack.rank) for ack in acks] == [("SUCCESS", 0), ("SUCCESS", 1)]
     assert len({ack.metadata["pid"] for ack in acks}) == 2
@@ -73,11 +87,14 @@ def test_each_rank_answers_for_itself_and_its_process_shrinks_by_what_it_says(tw
     assert len({ack.task_id for ack in acks}) == 1
     for ack in acks:
         assert set(ack.metadata["tags"]) == {"weights", "kv_cache"}
-        assert ack.freed_bytes == ack.metadata["expected_bytes"] == ack.metadata["observed_bytes"]
+        assert ack.metadata["observed_bytes"] == pytest.approx(
+            ack.metadata["expected_bytes"], abs=NEAR if ON_CUDA else 0
+        )
+        assert ack.freed_bytes == min(ack.metadata["expected_bytes"], ack.metadata["observed_bytes"])
         assert ack.freed_bytes >= 64 * MIB
-        shrunk = before[ack.metadata["pid"]] - rss(ack.metadata["pid"])
-        assert shrunk == pytest.approx(ack.freed_bytes, abs=4 * MIB)
-        assert ack.metadata["residual_bytes"] == pytest.approx(rss(ack.metadata["pid"]), abs=4 * MIB)
+        shrunk = before[ack.metadata["pid"]] - held(ack.metadata["pid"])
+        assert shrunk == pytest.approx(ack.freed_bytes, abs=NEAR)
+        assert ack.metadata["residual_bytes"] == pytest.approx(held(ack.metadata["pid"]), abs=NEAR)
     woken = asyncio.run(two.wake_up([0]))
     assert [(ack.status, ack.metadata["state"]) for ack in woken] == [("SUCCESS", "WARM")] * 2
     assert all(ack.metadata["mapped_bytes"] >= 64 * MIB for ack in woken)
@@ -308,7 +325,8 @@ def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) 
 
 
 @pytest.mark.skipif(
-    vllm_version().startswith("0.24"), reason="vLLM 0.24's own adapters fail on a CPU with two ranks (einsum)"
+    vllm_version().startswith("0.24") and not ON_CUDA,
+    reason="vLLM 0.24's own adapters fail on a CPU with two ranks (einsum)",
 )
 def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni, tmp_path: Path) -> None:
     shapes = two._core.stages[0].model.adaptable

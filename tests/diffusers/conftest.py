@@ -37,7 +37,7 @@ def installed() -> None:
         assert StableDiffusionPipeline.__name__
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread(installed: None) -> Iterator[None]:
     """One thread an operator, here and in children.
 
@@ -69,13 +69,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stable_diffusion(tmp_path_factory.mktemp("second") / "other", seed=2)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared_uni(folder: Path) -> Iterator[AsyncOmni]:
     with AsyncOmni(str(folder), executor="uni") as engine:
         yield engine
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared_mp(folder: Path) -> Iterator[AsyncOmni]:
     with AsyncOmni(str(folder), executor="mp") as engine:
         yield engine
@@ -83,7 +83,7 @@ def shared_mp(folder: Path) -> Iterator[AsyncOmni]:
 
 @pytest.fixture(params=["uni", "mp"])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[AsyncOmni]:
-    """An engine of all tests here; awake and open with the first weights, before and after."""
+    """An engine of this module's tests; awake and open with the first weights, before and after."""
     engine = request.getfixturevalue(f"shared_{request.param}")
     yield engine
     asyncio.run(reset(engine, folder))

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from omni_notebook.protocol import OmniSamplingParams
 
-Seconds = Annotated[float, Field(ge=0.001, le=86_400, description="seconds")]
+Seconds = Annotated[float, Field(ge=0.001, le=86_400, allow_inf_nan=False, description="seconds")]
 StageIds = Annotated[list[int] | None, Field(min_length=1, description="stages; null: all of them")]
 MAX_IMAGES = 16
 

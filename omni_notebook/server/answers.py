@@ -50,14 +50,15 @@ _HELPS = (errors.StageFailedError, errors.PauseError)
 _ACK_STATUS = {"DEADLINE": 504, "OUT_OF_MEMORY": 507}
 
 
-def problem(error: errors.OmniError, engine: Engine, *, order: bool = False) -> JSONResponse:
+def problem(error: errors.OmniError, engine: Engine, *, order: bool = False, text_only: bool = False) -> JSONResponse:
     """An error of ours, in OpenAI's form; where something is closed, `help` has the requests that open it.
 
+    `text_only`: see `requests_that_help`.
     `order`: what was refused is an order, which its own state forbids, and not a request that may come again.
     """
     status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
     retry = isinstance(error, _RETRY)
-    helping = requests_that_help(engine.status()) if retry or isinstance(error, _HELPS) else []
+    helping = requests_that_help(engine.status(), text_only=text_only) if retry or isinstance(error, _HELPS) else []
     if order and (retry or isinstance(error, errors.StageFailedError)):
         return refusal(409, str(error), error.error_code, None, helping)
     headers = {"Retry-After": str(RETRY_S)} if retry else None

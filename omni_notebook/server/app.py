@@ -88,7 +88,9 @@ async def _following(metrics: Metrics) -> AsyncIterator[None]:
 
 
 def _problem(request: Request, error: Any) -> Response:
-    return problem(error, request.app.state.engine, order=request.url.path.startswith(control.PREFIX))
+    path = request.url.path
+    order, text_only = path.startswith(control.PREFIX), path == openai.CHAT
+    return problem(error, request.app.state.engine, order=order, text_only=text_only)
 
 
 def _invalid(request: Request, error: Any) -> Response:

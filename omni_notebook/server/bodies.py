@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from omni_notebook.protocol import OmniSamplingParams
 
@@ -141,18 +141,31 @@ class ImagesBody(Sampling):
         return params
 
 
+def _unicode(text: str) -> str:
+    """Refuse halves of surrogate pairs, which JSON can spell and no text holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        msg = "it is not Unicode text"
+        raise ValueError(msg) from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
 class TextPart(Body):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
     name: str | None = None
 
     @property

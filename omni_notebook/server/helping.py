@@ -49,11 +49,15 @@ def in_requests(text: str) -> str:
     return text
 
 
-def requests_that_help(status: EngineStatus) -> list[dict[str, Any]]:
-    """`[{"method": "POST", "path": "/v1/omni/wakeup", "body": {"stage_ids": [0]}}]`; empty if all is open."""
-    failed = [stage for stage in status.stages if stage.state is MemoryState.FAILED]
-    lost = [stage for stage in status.stages if _is_lost(stage)]
-    asleep = [stage for stage in status.stages if stage.state in _WAKES and not _is_lost(stage)]
+def requests_that_help(status: EngineStatus, *, text_only: bool = False) -> list[dict[str, Any]]:
+    """`[{"method": "POST", "path": "/v1/omni/wakeup", "body": {"stage_ids": [0]}}]`; empty if all is open.
+
+    `text_only`: the way is that of a chat, which ends with the autoregressive stages.
+    """
+    stages = [stage for stage in status.stages if stage.kind == "ar" or not text_only]
+    failed = [stage for stage in stages if stage.state is MemoryState.FAILED]
+    lost = [stage for stage in stages if _is_lost(stage)]
+    asleep = [stage for stage in stages if stage.state in _WAKES and not _is_lost(stage)]
     paused = [stage for stage in status.stages if stage.pause_state is not PauseState.OPEN]
     helping = [_post("restart", {"stage_id": stage.stage_id}) for stage in failed]
     helping += [_post("weights", {"stage_id": stage.stage_id, "path": "FOLDER"}) for stage in lost]

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from omni_notebook.protocol import OmniRequestOutput
 
-router = APIRouter(prefix="/v1", tags=["openai"], dependencies=[Depends(known_query)])
+PREFIX = "/v1"
+CHAT = f"{PREFIX}/chat/completions"
+router = APIRouter(prefix=PREFIX, tags=["openai"], dependencies=[Depends(known_query)])
 Wait = Annotated[
     float, Query(ge=0, le=3600, allow_inf_nan=False, description="seconds to wait where a stage is asleep or paused")
 ]
@@ -118,7 +120,7 @@ def _picture(output: OmniRequestOutput) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------- chat
 
 
-@router.post("/chat/completions", response_model=None)
+@router.post(CHAT.removeprefix(PREFIX), response_model=None)
 async def chat(
     body: ChatBody, request: Request, engine: Served, request_id: RequestId = None, wait: Wait = 0.0
 ) -> JSONResponse | StreamingResponse:

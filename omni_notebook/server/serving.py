@@ -98,6 +98,7 @@ def listen(settings: ServerSettings) -> socket.socket:
             listening = undo.enter_context(socket.socket(family, kind, protocol))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
+            listening.listen()  # a bound port alone may be bound again; whoever connects by now waits
             undo.pop_all()
     except OSError as error:
         msg = f"can not listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port or --host"

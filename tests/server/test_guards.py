@@ -85,6 +85,13 @@ def test_a_taken_port_is_one_line(server: Server, engine: AsyncOmni) -> None:
         Another(engine, ServerSettings(port=server.port))
 
 
+def test_a_port_is_taken_from_the_moment_it_was_given() -> None:
+    from omni_notebook.server.serving import listen
+
+    with listen(ServerSettings(port=0)) as first, pytest.raises(ConfigError, match="Address already in use"):
+        listen(ServerSettings(port=first.getsockname()[1]))
+
+
 def test_nothing_but_the_port_listens_and_after_a_stop_nothing_at_all(engine: AsyncOmni) -> None:
     from omni_notebook.server.serving import Server
 

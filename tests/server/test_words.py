@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import re
 import threading
 from typing import TYPE_CHECKING, Any
@@ -180,3 +181,20 @@ def test_an_answer_says_what_its_request_is_called(http: httpx.Client) -> None:
     streamed = http.post("/v1/chat/completions", json={**body, "stream": True})
     assert f'"id":"{streamed.headers["x-request-id"]}"' in streamed.text
     assert http.post(IMAGES, json={"prompt": "a"}, headers={"X-Request-Id": "a b"}).status_code == 422
+
+
+@pytest.mark.parametrize("content", ["a\\ud800b", [{"type": "text", "text": "\\udc00"}]])
+def test_half_a_surrogate_pair_is_422_in_a_chat_as_in_a_prompt(http: httpx.Client, content: Any) -> None:
+    chat = json.dumps({"messages": [{"role": "user", "content": content}]}).replace("\\\\u", "\\u")
+    for path, body in (("/v1/chat/completions", chat), (IMAGES, '{"prompt": "\\ud800"}')):
+        answer = http.post(path, content=body, headers=JSON)
+        assert answer.status_code == 422
+        assert "body.messages.0.content" in message(answer) or "body.prompt" in message(answer)
+
+
+def test_a_chat_is_helped_by_the_stages_on_its_way_alone(http: httpx.Client) -> None:
+    http.post(SLEEP, json={})
+    chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    drawn = http.post(IMAGES, json={"prompt": "a"})
+    assert chat.json()["help"][0]["body"] == {"stage_ids": [0]}
+    assert drawn.json()["help"][0]["body"] == {"stage_ids": [0, 1]}

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from omni_notebook.server.settings import ServerSettings
     from omni_notebook.verbs.engine_api import Engine
 
+MOST_NAMED = 10
+"""Mistakes of a body that are named one by one."""
 GONE = 499
 """Nobody reads it; nginx's number for a client that closed its connection."""
 
@@ -98,7 +100,9 @@ def _invalid(request: Request, error: Any) -> Response:
     if found[0]["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
         told = "the body is read as JSON only where a header says so: send 'Content-Type: application/json'"
         return refusal(422, told, "BAD_ARGUMENT")
-    return refusal(422, "; ".join(map(_one, found)), "BAD_ARGUMENT")
+    named = [_one(one) for one in found[:MOST_NAMED]]
+    named += [f"and {len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else []
+    return refusal(422, "; ".join(named), "BAD_ARGUMENT")
 
 
 def _one(found: dict[str, Any]) -> str:

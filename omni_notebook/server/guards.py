@@ -115,7 +115,7 @@ class BodyGuard:
 
     def _refused(self, scope: Scope) -> Response | None:
         """What the head says already."""
-        coding = _header(scope, b"content-encoding").decode("latin-1")
+        coding = _header(scope, b"content-encoding").decode("latin-1").lower()
         if coding not in {"", "identity"}:
             return refusal(415, f"this server reads bodies as they are, not Content-Encoding {coding}", "CODED_BODY")
         said = _header(scope, b"content-length")

@@ -198,3 +198,24 @@ def test_a_chat_is_helped_by_the_stages_on_its_way_alone(http: httpx.Client) -> 
     drawn = http.post(IMAGES, json={"prompt": "a"})
     assert chat.json()["help"][0]["body"] == {"stage_ids": [0]}
     assert drawn.json()["help"][0]["body"] == {"stage_ids": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (SLEEP, {"stage_ids": ["x"] * 1000}, r"body\.stage_ids\.0: Input should be a valid integer"),
+        ("/v1/omni/wakeup", {"tags": [1] * 1000}, r"body\.tags\.0: Input should be a valid string"),
+        (
+            IMAGES,
+            {"prompt": "a", "stop_token_ids": ["x"] * 1000},
+            r"body\.stop_token_ids\.0: Input should be a valid.*",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "cat"}] * 1000}, r"body\.messages\.0\.role: .*content: .*"),
+        (SLEEP, {f"f{n}": 0 for n in range(1000)}, r"(body\.f\d: there is no such field; ){10}and 990 more"),
+    ],
+)
+def test_of_many_mistakes_the_first_are_named(http: httpx.Client, path: str, body: dict[str, Any], words: str) -> None:
+    said = message(http.post(path, json=body))
+    assert re.fullmatch(words, said)
+    assert ".1:" not in said
+    assert len(said) < 500

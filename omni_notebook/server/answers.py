@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 from omni_notebook import errors
 from omni_notebook.protocol import AckStatus
-from omni_notebook.server.helping import requests_that_help
+from omni_notebook.server.helping import in_requests, requests_that_help
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniACK
     from omni_notebook.verbs.engine_api import Engine
 
+
+class AbortedError(errors.OmniError):
+    """A request was ended by an order before it had what it was for."""
+
+    error_code = "ABORTED"
+
+
 RETRY_S = 5
 """What a client that met a closed gate is told to wait; a person must open it, so nobody knows better."""
+LONGEST = 2000
+"""Characters of a message."""
 _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (errors.ArgumentError, 422),
     (errors.ConfigError, 422),
@@ -26,6 +35,7 @@ _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (errors.StageBusyError, 409),
     (errors.PauseError, 409),
     (errors.LoRAError, 409),
+    (AbortedError, 409),
     (errors.AsleepError, 503),
     (errors.PausedError, 503),
     (errors.NeedsWeightsError, 503),
@@ -40,17 +50,20 @@ _HELPS = (errors.StageFailedError, errors.PauseError)
 _ACK_STATUS = {"DEADLINE": 504, "OUT_OF_MEMORY": 507}
 
 
-def problem(error: errors.OmniError, engine: Engine, *, order: bool = False) -> JSONResponse:
+def problem(error: errors.OmniError, engine: Engine, *, order: bool = False, text_only: bool = False) -> JSONResponse:
     """An error of ours, in OpenAI's form; where something is closed, `help` has the requests that open it.
 
+    `text_only`: see `requests_that_help`.
     `order`: what was refused is an order, which its own state forbids, and not a request that may come again.
     """
     status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
     retry = isinstance(error, _RETRY)
-    helping = requests_that_help(engine.status()) if retry or isinstance(error, _HELPS) else []
+    helping = requests_that_help(engine.status(), text_only=text_only) if retry or isinstance(error, _HELPS) else []
     if order and (retry or isinstance(error, errors.StageFailedError)):
         return refusal(409, str(error), error.error_code, None, helping)
     headers = {"Retry-After": str(RETRY_S)} if retry else None
+    if isinstance(error, AbortedError):
+        headers = {"x-should-retry": "false"}  # OpenAI's client asks again at 409
     return refusal(status, str(error), error.error_code, headers, helping)
 
 
@@ -63,9 +76,15 @@ def refusal(
 ) -> JSONResponse:
     """One line about what is wrong."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": " ".join(message.split()), "type": kind, "code": code}
+    error = {"message": _line(message), "type": kind, "code": code}
     body = {"status": "ERROR", "error": error, **({"help": list(helping)} if helping else {})}
     return JSONResponse(body, status, headers=headers)
+
+
+def _line(message: str) -> str:
+    """One line of a length that can be read, whatever the client sent that it repeats."""
+    line = in_requests(" ".join(message.split()))
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} … ({len(line)} characters)"
 
 
 def acks_answer(acks: Sequence[OmniACK]) -> JSONResponse:
@@ -78,5 +97,5 @@ def acks_answer(acks: Sequence[OmniACK]) -> JSONResponse:
     first = failed[0]
     code = first.metadata["error_code"] or "RANK_ERROR"
     message = f"stage {first.stage_id} rank {first.rank}: {first.error_msg}"
-    error = {"message": " ".join(message.split()), "type": "server_error", "code": code}
+    error = {"message": _line(message), "type": "server_error", "code": code}
     return JSONResponse({"status": "ERROR", "acks": listed, "error": error}, _ACK_STATUS.get(code, 500))

@@ -11,14 +11,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import omni_notebook
 from omni_notebook.errors import OmniError
 from omni_notebook.server import control, openai
 from omni_notebook.server.answers import problem, refusal
-from omni_notebook.server.guards import BodyGuard, KeyGuard
+from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard
 from omni_notebook.server.leaving import ClientGone
 from omni_notebook.server.metrics import Metrics
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from omni_notebook.server.settings import ServerSettings
     from omni_notebook.verbs.engine_api import Engine
 
+MOST_NAMED = 10
+"""Mistakes of a body that are named one by one."""
 GONE = 499
 """Nobody reads it; nginx's number for a client that closed its connection."""
 
@@ -44,9 +45,11 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     )
     app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
     app.state.metrics = metrics
+    app.state.listeners = control.Listeners(engine)
     app.include_router(control.router)
     app.include_router(openai.router)
     app.get("/health", tags=["health"])(_health)
+    app.head("/health", include_in_schema=False)(_health)
     app.get("/metrics", tags=["health"], response_class=PlainTextResponse)(_metrics)
     app.add_exception_handler(openai.UnknownModelError, openai.unknown_model)
     app.add_exception_handler(OmniError, _problem)
@@ -54,10 +57,12 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(Exception, _bug)
-    app.add_middleware(BodyGuard, most=settings.body_bytes)
-    if settings.api_key is not None:
+    app.add_middleware(BodyGuard, most=settings.body_bytes, patience_s=settings.patience_s)
+    if settings.api_key is None:
+        app.add_middleware(HostGuard, hosts=settings.hosts)
+    else:
         app.add_middleware(KeyGuard, key=settings.api_key)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts), www_redirect=False)
+    app.add_middleware(EndGuard)
     return app
 
 
@@ -85,11 +90,19 @@ async def _following(metrics: Metrics) -> AsyncIterator[None]:
 
 
 def _problem(request: Request, error: Any) -> Response:
-    return problem(error, request.app.state.engine, order=request.url.path.startswith(control.PREFIX))
+    path = request.url.path
+    order, text_only = path.startswith(control.PREFIX), path == openai.CHAT
+    return problem(error, request.app.state.engine, order=order, text_only=text_only)
 
 
-def _invalid(_request: Request, error: Any) -> Response:
-    return refusal(422, "; ".join(_one(found) for found in error.errors()), "BAD_ARGUMENT")
+def _invalid(request: Request, error: Any) -> Response:
+    found = error.errors()
+    if found[0]["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
+        told = "the body is read as JSON only where a header says so: send 'Content-Type: application/json'"
+        return refusal(422, told, "BAD_ARGUMENT")
+    named = [_one(one) for one in found[:MOST_NAMED]]
+    named += [f"and {len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else []
+    return refusal(422, "; ".join(named), "BAD_ARGUMENT")
 
 
 def _one(found: dict[str, Any]) -> str:
@@ -99,8 +112,21 @@ def _one(found: dict[str, Any]) -> str:
     return f"{where}: {what}"
 
 
-def _http(_request: Request, error: Any) -> Response:
-    return refusal(error.status_code, error.detail, "HTTP", dict(error.headers or {}))
+def _http(request: Request, error: Any) -> Response:
+    headers, path = dict(error.headers or {}), request.url.path
+    told = {
+        400: f"the body is no JSON that can be read here: {_said(error.__cause__)}",
+        404: f"there is no {path} here; GET /openapi.json lists what there is",
+        405: f"{path} takes {headers.get('Allow') or headers.get('allow')}, not {request.method}",
+    }
+    return refusal(error.status_code, told.get(error.status_code, error.detail), "HTTP", headers)
+
+
+def _said(cause: BaseException | None) -> str:
+    """What stopped the reader; Python's own words name its calls."""
+    if isinstance(cause, RecursionError):
+        return "it is nested too deeply"
+    return "it is not UTF-8 text" if isinstance(cause, UnicodeError) else "a number has too many digits"
 
 
 def _bug(_request: Request, error: Any) -> Response:

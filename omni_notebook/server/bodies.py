@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from omni_notebook.protocol import OmniSamplingParams
 
-Seconds = Annotated[float, Field(ge=0.001, le=86_400, description="seconds")]
-StageIds = Annotated[list[int] | None, Field(min_length=1, description="stages; null: all of them")]
+Seconds = Annotated[float, Field(ge=0.001, le=86_400, allow_inf_nan=False, description="seconds")]
+StageIds = Annotated[list[int] | None, Field(min_length=1, fail_fast=True, description="stages; null: all of them")]
 MAX_IMAGES = 16
 
 
@@ -37,7 +37,9 @@ class WakeBody(Body):
     """`POST /v1/omni/wakeup`."""
 
     stage_ids: StageIds = None
-    tags: Annotated[list[str] | None, Field(min_length=1, description="a part of the memory; null: all")] = None
+    tags: Annotated[
+        list[str] | None, Field(min_length=1, fail_fast=True, description="a part of the memory; null: all")
+    ] = None
     reload: Annotated[bool, Field(description="false maps a level-2 sleeper without loading")] = True
     timeout: Seconds | None = None
 
@@ -102,7 +104,7 @@ class Sampling(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True)] = None
 
     def given(self) -> dict[str, Any]:
         """What was said, by the names of `OmniSamplingParams`."""
@@ -141,18 +143,31 @@ class ImagesBody(Sampling):
         return params
 
 
+def _unicode(text: str) -> str:
+    """Refuse halves of surrogate pairs, which JSON can spell and no text holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        msg = "it is not Unicode text"
+        raise ValueError(msg) from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
 class TextPart(Body):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     @property
@@ -170,13 +185,13 @@ class StreamOptions(Body):
 class ChatBody(Sampling):
     """`POST /v1/chat/completions`: OpenAI's fields for text, and the sampling parameters."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Literal[1] = 1
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]] | None, Field(fail_fast=True)] = None
     user: str | None = None
     sampling_params: Sampling | None = None
     extra_body: ExtraBody | None = None

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from sse_starlette.sse import EventSourceResponse
 from starlette.responses import JSONResponse
 
+from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
 from omni_notebook.server.answers import acks_answer
 from omni_notebook.server.bodies import (
@@ -25,10 +26,9 @@ from omni_notebook.server.bodies import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from omni_notebook.verbs.engine_api import Engine
+    from omni_notebook.verbs.engine_api import Engine, Subscription
 
 PREFIX = "/v1/omni"
-router = APIRouter(prefix=PREFIX, tags=["omni"])
 
 
 def engine_of(request: Request) -> Engine:
@@ -37,7 +37,53 @@ def engine_of(request: Request) -> Engine:
     return engine
 
 
+def known_query(request: Request) -> None:
+    """What stands behind the `?` of an order is known, or refused by name.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    known = {field.name for field in request.scope["route"].dependant.query_params}
+    unknown = [name for name in request.query_params if name not in known]
+    if unknown and request.method != "GET":
+        msg = f"query.{unknown[0]}: there is no such parameter; what an order takes stands in its body. Nothing changed"
+        raise ArgumentError(msg)
+
+
 Served = Annotated[Any, Depends(engine_of)]
+
+
+class Listeners:
+    """Whoever follows the events; all of them are let go when the server ends."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._all: set[Subscription] = set()
+        self._ended = False
+
+    async def lines(self) -> AsyncIterator[dict[str, str]]:
+        """The status, then events until the client leaves or the server ends."""
+        subscription = self._engine.subscribe()
+        self._all.add(subscription)
+        try:
+            yield {"event": "status", "data": msgspec.json.encode(self._engine.status()).decode()}
+            if self._ended:
+                return
+            async for event in subscription:
+                found = msgspec.to_builtins(event)
+                yield {"event": found["type"], "data": msgspec.json.encode(found).decode()}
+        finally:
+            self._all.discard(subscription)
+            subscription.close()
+
+    def end(self) -> None:
+        """Let them go, after what is queued; from any thread."""
+        self._ended = True
+        for subscription in tuple(self._all):
+            subscription.close()
+
+
+router = APIRouter(prefix=PREFIX, tags=["omni"], dependencies=[Depends(known_query)])
 
 
 @router.post("/sleep")
@@ -122,20 +168,9 @@ async def status(engine: Served) -> JSONResponse:
 
 
 @router.get("/events")
-async def events(engine: Served) -> EventSourceResponse:
+async def events(request: Request) -> EventSourceResponse:
     """The status, then ACKs, state changes, memory samples and request progress as server-sent events."""
-    return EventSourceResponse(_lines(engine), ping=15)
-
-
-async def _lines(engine: Engine) -> AsyncIterator[dict[str, str]]:
-    subscription = engine.subscribe()
-    try:
-        yield {"event": "status", "data": msgspec.json.encode(engine.status()).decode()}
-        async for event in subscription:
-            found = msgspec.to_builtins(event)
-            yield {"event": found["type"], "data": msgspec.json.encode(found).decode()}
-    finally:
-        subscription.close()
+    return EventSourceResponse(request.app.state.listeners.lines(), ping=15)
 
 
 def _done(**more: Any) -> JSONResponse:

@@ -1,16 +1,77 @@
-"""What every request passes: its key, and how long its body is."""
+"""What every request passes: the name it calls this server by, its key, and its body."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
-from omni_notebook.server.answers import refusal
+from omni_notebook.server.answers import RETRY_S, refusal
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _OPEN = frozenset({"/health"})
+_BODIES_AT_ONCE = 16
+"""So many bodies of the greatest length may be on their way at once."""
+_CLOSE = {"Connection": "close"}
+
+
+class EndGuard:
+    """What the server's end cancels is answered, where no answer has begun."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on."""
+        begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            if not begun:
+                told = "the server ended before this request had; it was ended too"
+                await refusal(503, told, "ENDED", _CLOSE)(scope, receive, send)
+
+
+class HostGuard:
+    """Answers only requests that call this server by one of its names: a page of someone else's must not reach it."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or 400."""
+        if scope["type"] == "http":
+            said = _header(scope, b"host").decode("latin-1")
+            if _name_of(said) not in self._hosts:
+                message = (
+                    f"the Host {said!r} is not a name of this server; call it localhost, or start it with "
+                    "--allowed-host NAME or with a key"
+                )
+                await refusal(400, message, "UNKNOWN_HOST")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return bytes(dict(scope["headers"]).get(name, b""))
+
+
+def _name_of(host: str) -> str:
+    """A `Host` without its port: `[::1]:8000` is `[::1]`."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isascii() and port.isdigit() else host).lower()
 
 
 class KeyGuard:
@@ -18,13 +79,13 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._expected = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or 401."""
         if scope["type"] == "http" and scope["path"] not in _OPEN:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, self._expected):
+            scheme, _, given = _header(scope, b"authorization").partition(b" ")
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), self._expected):
                 message = "this server asks for its key: send the header 'Authorization: Bearer KEY'"
                 answer = refusal(401, message, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
                 await answer(scope, receive, send)
@@ -33,45 +94,60 @@ class KeyGuard:
 
 
 class BodyGuard:
-    """Refuses bodies of more than so many bytes, said or sent."""
+    """Passes whole bodies on, and nothing of a half: not too long, not too late, not too many at once."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, most: int, patience_s: float) -> None:
         self._app = app
         self._most = most
+        self._patience_s = patience_s
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or 413."""
+        """Pass on, or 408, 413, 415, 503; a client that left half-way is not answered, its request not begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        said = dict(scope["headers"]).get(b"content-length", b"0")
-        if said.isdigit() and int(said) > self._most:
-            await self._refuse(scope, receive, send)
-            return
-        read = await self._read(receive)
-        if read is None:
-            await self._refuse(scope, receive, send)
-            return
-        await self._app(scope, _replay(read, receive), send)
+        found = self._refused(scope) or await self._read(receive)
+        if isinstance(found, bytes):
+            await self._app(scope, _replay(found, receive), send)
+        elif found is not None:
+            await found(scope, receive, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body; None if it is too long."""
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return b"".join(parts)
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most:
+    def _refused(self, scope: Scope) -> Response | None:
+        """What the head says already."""
+        coding = _header(scope, b"content-encoding").decode("latin-1").lower()
+        if coding not in {"", "identity"}:
+            return refusal(415, f"this server reads bodies as they are, not Content-Encoding {coding}", "CODED_BODY")
+        said = _header(scope, b"content-length")
+        return self._too_long() if said.isdigit() and int(said) > self._most else None
+
+    async def _read(self, receive: Receive) -> bytes | Response | None:
+        """The whole body, or what is wrong with it; None: the client left."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while (message := await receive())["type"] == "http.request":
+                    part = message.get("body", b"")
+                    body += part
+                    self._held += len(part)
+                    if len(body) > self._most:
+                        return self._too_long()
+                    if not message.get("more_body", False):
+                        return bytes(body)
+                    if self._held > self._most * _BODIES_AT_ONCE:
+                        told = "too many long bodies are on their way at once; nothing was begun, send this one again"
+                        return refusal(503, told, "BUSY", {**_CLOSE, "Retry-After": str(RETRY_S)})
                 return None
-            if not message.get("more_body", False):
-                return b"".join(parts)
+        except TimeoutError:
+            told = f"the body had not come whole within {self._patience_s:g} s; nothing was begun"
+            return refusal(408, told, "BODY_TOO_LATE", _CLOSE)
+        finally:
+            self._held -= len(body)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the body is longer than {self._most} bytes, the most that this server reads"
-        await refusal(413, message, "BODY_TOO_LONG")(scope, receive, send)
+    def _too_long(self) -> Response:
+        return refusal(
+            413, f"the body is longer than {self._most} bytes, the most that this server reads", "BODY_TOO_LONG"
+        )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.protocol import MemoryState, PauseState
@@ -9,14 +10,54 @@ from omni_notebook.protocol import MemoryState, PauseState
 if TYPE_CHECKING:
     from omni_notebook.protocol import EngineStatus, StageStatus
 
-_WAKES = frozenset({MemoryState.ASLEEP, MemoryState.PARTLY_AWAKE, MemoryState.NEEDS_WEIGHTS})
+_WAKES = frozenset(
+    {MemoryState.FALLING_ASLEEP, MemoryState.ASLEEP, MemoryState.PARTLY_AWAKE, MemoryState.NEEDS_WEIGHTS}
+)
+
+_PATH = "/v1/omni"
+_CALLS: tuple[tuple[str, str], ...] = (
+    (r"\bwake_up\(\[([\d, ]+)\]\)", rf'POST {_PATH}/wakeup {{"stage_ids": [\1]}}'),
+    (r"\bwake(?:_up)?\(reload=False\)", f'POST {_PATH}/wakeup {{"reload": false}}'),
+    (r"\bwake_up\b(?:\(\))?", f"POST {_PATH}/wakeup"),
+    (
+        r"\bpause_generation\(mode='(\w+)', stage_ids=\[([\d, ]+)\]\)",
+        rf'POST {_PATH}/pause {{"mode": "\1", "stage_ids": [\2]}}',
+    ),
+    (r"\bpause_generation\(mode='(\w+)'\)", rf'POST {_PATH}/pause {{"mode": "\1"}}'),
+    (r"\bpause_generation\b(?:\(\))?", f"POST {_PATH}/pause"),
+    (r"\bresume_generation\b(?:\(\))?", f"POST {_PATH}/resume"),
+    (r"\bsleep\(\.\.\., discard=True\)(?: \(magic: --discard\))?", f'POST {_PATH}/sleep with "discard": true'),
+    (r"\bsleep\(\.\.\., mode=((?:'\w+'(?: \| )?)+)\)", rf'POST {_PATH}/sleep with "mode": \1'),
+    (r"\bsleep\((?:level=)?([12])\)", r"sleep at level \1"),
+    (r"\brestart\((\d+)\)", rf'POST {_PATH}/restart {{"stage_id": \1}}'),
+    (r"(?<![.\w])load_weights\((\d+), \w+\)", rf'POST {_PATH}/weights {{"stage_id": \1, "path": "FOLDER"}}'),
+    (r"(?<![.\w])load_weights\(\w+, \w+\)", f"POST {_PATH}/weights"),
+    (r"(?<=call )load_weights\b(?!\()", f"POST {_PATH}/weights"),
+    (r"\badd_lora\(request\)", f"POST {_PATH}/loras"),
+    (r"\bremove_lora\((\w+)\)", rf"DELETE {_PATH}/loras/\1"),
+    (r"\babort\(request_id\)", f"POST {_PATH}/abort"),
+    (r"\bcall (?=POST |DELETE )", "send "),
+    (r"\bCall (?=POST |DELETE )", "Send "),
+    (r" \(admission_timeout\)", " (?wait=SECONDS)"),
+)
 
 
-def requests_that_help(status: EngineStatus) -> list[dict[str, Any]]:
-    """`[{"method": "POST", "path": "/v1/omni/wakeup", "body": {"stage_ids": [0]}}]`; empty if all is open."""
-    failed = [stage for stage in status.stages if stage.state is MemoryState.FAILED]
-    lost = [stage for stage in status.stages if _is_lost(stage)]
-    asleep = [stage for stage in status.stages if stage.state in _WAKES and not _is_lost(stage)]
+def in_requests(text: str) -> str:
+    """A message of the engine with the requests that do what its Python calls do."""
+    for pattern, request in _CALLS:
+        text = re.sub(pattern, request, text)
+    return text
+
+
+def requests_that_help(status: EngineStatus, *, text_only: bool = False) -> list[dict[str, Any]]:
+    """`[{"method": "POST", "path": "/v1/omni/wakeup", "body": {"stage_ids": [0]}}]`; empty if all is open.
+
+    `text_only`: the way is that of a chat, which ends with the autoregressive stages.
+    """
+    stages = [stage for stage in status.stages if stage.kind == "ar" or not text_only]
+    failed = [stage for stage in stages if stage.state is MemoryState.FAILED]
+    lost = [stage for stage in stages if _is_lost(stage)]
+    asleep = [stage for stage in stages if stage.state in _WAKES and not _is_lost(stage)]
     paused = [stage for stage in status.stages if stage.pause_state is not PauseState.OPEN]
     helping = [_post("restart", {"stage_id": stage.stage_id}) for stage in failed]
     helping += [_post("weights", {"stage_id": stage.stage_id, "path": "FOLDER"}) for stage in lost]

@@ -85,7 +85,13 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
-        stages = self._engine.status().stages
+        status = self._engine.status()
+        yield GaugeMetricFamily(
+            f"{PREFIX}_up", "0 once the engine was shut down; it has no stages then.", float(not status.closed)
+        )
+        if status.closed:
+            return
+        stages = status.stages
         yield from (_states(stages), _pauses(stages), _requests(stages), _tags(stages))
         yield _each_rank(stages, "process_bytes", "Memory of the rank's process on its device, or its RSS.")
         yield _each_rank(stages, "host_backup_bytes", "Host memory and files that a level 1 wakes from.")

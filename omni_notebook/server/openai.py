@@ -10,13 +10,13 @@ import uuid
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from omni_notebook.errors import ArgumentError, OmniError
-from omni_notebook.server.answers import problem, refusal
+from omni_notebook.errors import OmniError
+from omni_notebook.server.answers import AbortedError, problem, refusal
 from omni_notebook.server.bodies import ChatBody, ImagesBody
-from omni_notebook.server.control import Served
+from omni_notebook.server.control import Served, known_query
 from omni_notebook.server.leaving import while_connected
 
 if TYPE_CHECKING:
@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 
     from omni_notebook.protocol import OmniRequestOutput
 
-router = APIRouter(prefix="/v1", tags=["openai"])
-Wait = Annotated[float, Query(ge=0, le=3600, description="seconds to wait where a stage is asleep or paused")]
+PREFIX = "/v1"
+CHAT = f"{PREFIX}/chat/completions"
+router = APIRouter(prefix=PREFIX, tags=["openai"], dependencies=[Depends(known_query)])
+Wait = Annotated[
+    float, Query(ge=0, le=3600, allow_inf_nan=False, description="seconds to wait where a stage is asleep or paused")
+]
+RequestId = Annotated[
+    str | None,
+    Header(alias="X-Request-Id", pattern=r"^[!-~]{1,200}$", description="what /v1/omni/abort calls this request"),
+]
 _SEEDS = 2**63
 
 
@@ -60,39 +68,47 @@ async def models(request: Request) -> JSONResponse:
 
 
 @router.post("/images/generations")
-async def images(body: ImagesBody, request: Request, engine: Served, wait: Wait = 0.0) -> JSONResponse:
+async def images(
+    body: ImagesBody, request: Request, engine: Served, request_id: RequestId = None, wait: Wait = 0.0
+) -> JSONResponse:
     """Pictures of a prompt, as base64 of PNG files."""
     model = _check_model(request, body.model)
     params = body.sampling()
     seed = params.pop("seed", None)
     first = secrets.randbelow(_SEEDS - body.n) if seed is None else seed
-    pictures = []
+    known, pictures = request_id or f"img-{uuid.uuid4().hex}", []
     for place in range(body.n):
-        work = _last(request, engine, body.prompt, {**params, "seed": first + place}, None, wait)
-        pictures.append(_picture(await while_connected(request, work)))
-    return JSONResponse({"created": int(time.time()), "model": model, "data": pictures})
+        one = {**params, "seed": first + place}
+        named = known if place == 0 else f"{known}-{place}"
+        outputs = _outputs(request, engine, body.prompt, one, request_id=named, admission_timeout=wait)
+        pictures.append(_picture(await while_connected(request, _last(outputs))))
+    answer = {"created": int(time.time()), "model": model, "data": pictures}
+    return JSONResponse(answer, headers={"X-Request-Id": known})
 
 
-async def _last(
-    request: Request, engine: Any, prompt: str, params: dict[str, Any], modalities: list[str] | None, wait: float
-) -> OmniRequestOutput:
-    """A request's last output."""
-    outputs = engine.generate(
-        prompt,
-        sampling_params=params,
-        output_modalities=modalities,
-        admission_timeout=wait,
-        timeout=request.app.state.settings.request_s,
+def _outputs(
+    request: Request, engine: Any, prompt: str, params: dict[str, Any], **known: Any
+) -> AsyncGenerator[OmniRequestOutput]:
+    limit_s = request.app.state.settings.request_s
+    outputs: AsyncGenerator[OmniRequestOutput] = engine.generate(
+        prompt, sampling_params=params, timeout=limit_s, **known
     )
-    found = [output async for output in outputs]
-    last: OmniRequestOutput = found[-1]
-    return last
+    return outputs
+
+
+async def _last(outputs: AsyncGenerator[OmniRequestOutput]) -> OmniRequestOutput:
+    """A request's last output."""
+    async with contextlib.aclosing(outputs):
+        found = await anext(outputs)
+        async for output in outputs:
+            found = output
+    return found
 
 
 def _picture(output: OmniRequestOutput) -> dict[str, Any]:
     if not output.png:
-        msg = f"request {output.request_id} ended without a picture: it was {output.state}"
-        raise ArgumentError(msg)
+        msg = f"request {output.request_id} ended without a picture: it was {output.state}; send it again"
+        raise AbortedError(msg)
     return {
         "b64_json": base64.b64encode(output.png[0]).decode(),
         "request_id": output.request_id,
@@ -104,25 +120,24 @@ def _picture(output: OmniRequestOutput) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------- chat
 
 
-@router.post("/chat/completions", response_model=None)
-async def chat(body: ChatBody, request: Request, engine: Served, wait: Wait = 0.0) -> JSONResponse | StreamingResponse:
+@router.post(CHAT.removeprefix(PREFIX), response_model=None)
+async def chat(
+    body: ChatBody, request: Request, engine: Served, request_id: RequestId = None, wait: Wait = 0.0
+) -> JSONResponse | StreamingResponse:
     """The text of the autoregressive stage."""
     model = _check_model(request, body.model)
     prompt = "\n".join(message.text for message in body.messages)
+    known = request_id or f"chatcmpl-{uuid.uuid4().hex}"
+    more = {"request_id": known, "output_modalities": ["text"], "admission_timeout": wait}
+    outputs = _outputs(request, engine, prompt, body.sampling(), **more)
+    headers = {"X-Request-Id": known}
     if not body.stream:
-        output = await while_connected(request, _last(request, engine, prompt, body.sampling(), ["text"], wait))
-        return JSONResponse(_completion(model, output))
-    outputs = engine.generate(
-        prompt,
-        sampling_params=body.sampling(),
-        output_modalities=["text"],
-        admission_timeout=wait,
-        timeout=request.app.state.settings.request_s,
-    )
+        output = await while_connected(request, _last(outputs))
+        return JSONResponse(_completion(model, output), headers=headers)
     first = await while_connected(request, anext(outputs))  # what is refused has a status of its own
     usage = body.stream_options is not None and body.stream_options.include_usage
     chunks = _chunks(model, first, outputs, usage=usage)
-    return StreamingResponse(_to_the_end(chunks, engine), media_type="text/event-stream")
+    return StreamingResponse(_to_the_end(chunks, engine), media_type="text/event-stream", headers=headers)
 
 
 async def _to_the_end(chunks: AsyncGenerator[str], engine: Any) -> AsyncGenerator[str]:
@@ -142,11 +157,11 @@ def _completion(model: str, output: OmniRequestOutput) -> dict[str, Any]:
         "message": {"role": "assistant", "content": output.text},
         "finish_reason": _reason(output),
     }
-    return {**_head(model, "chat.completion"), "choices": [choice], "usage": _usage(output)}
+    return {**_head(model, "chat.completion", output), "choices": [choice], "usage": _usage(output)}
 
 
-def _head(model: str, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+def _head(model: str, kind: str, output: OmniRequestOutput) -> dict[str, Any]:
+    return {"id": output.request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def _reason(output: OmniRequestOutput) -> str:
@@ -162,7 +177,7 @@ def _usage(output: OmniRequestOutput) -> dict[str, int]:
 async def _chunks(
     model: str, first: OmniRequestOutput, outputs: AsyncGenerator[OmniRequestOutput], *, usage: bool
 ) -> AsyncGenerator[str]:
-    head, told, output = _head(model, "chat.completion.chunk"), "", first
+    head, told, output = _head(model, "chat.completion.chunk", first), "", first
     yield _event({**head, "choices": [_choice({"role": "assistant", "content": ""})]})
     async with contextlib.aclosing(outputs):  # a client that left ends the request
         while True:

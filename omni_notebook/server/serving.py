@@ -12,6 +12,7 @@ import uvicorn
 
 from omni_notebook.errors import ConfigError, DeadlineError
 from omni_notebook.server.app import make_app
+from omni_notebook.server.connections import watched_protocol
 
 if TYPE_CHECKING:
     from omni_notebook.server.settings import ServerSettings
@@ -33,8 +34,11 @@ class Server:
         self.settings = settings
         self._socket = listen(settings) if listening is None else listening
         self.port: int = self._socket.getsockname()[1]
+        self._app = make_app(engine, settings)
         config = uvicorn.Config(
-            make_app(engine, settings),
+            self._app,
+            http=watched_protocol(settings.patience_s),
+            ws="none",
             log_level="warning",
             access_log=False,
             lifespan="on",
@@ -75,6 +79,7 @@ class Server:
     def stop(self) -> None:
         """Take no more requests, let those in progress end for `GRACE_S`, return when nothing listens."""
         self._server.should_exit = True
+        self._app.state.listeners.end()
         if self._thread is not None:
             self._thread.join(GRACE_S + 5)
         self._socket.close()
@@ -93,6 +98,7 @@ def listen(settings: ServerSettings) -> socket.socket:
             listening = undo.enter_context(socket.socket(family, kind, protocol))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
+            listening.listen()  # a bound port alone may be bound again; whoever connects by now waits
             undo.pop_all()
     except OSError as error:
         msg = f"can not listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port or --host"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 
 from omni_notebook.errors import ConfigError
 
 PORT = 8000
+_VISIBLE = re.compile(r"[!-~]+")
 BODY_BYTES = 4 * 1024 * 1024
 REQUEST_S = 600.0
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class ServerSettings:
         allowed_hosts: further names by which clients may call this server (`Host` headers).
         body_bytes: most bytes of a request's body.
         request_s: most seconds that a generation may take.
+        patience_s: most seconds that a client may take for a request's head, its body, or the next bytes of an answer.
 
     Raises:
         ConfigError: an address that others can reach and no key, or a port that is none.
@@ -36,6 +40,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     body_bytes: int = BODY_BYTES
     request_s: float = REQUEST_S
+    patience_s: float = PATIENCE_S
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -43,6 +48,12 @@ class ServerSettings:
             raise ConfigError(msg)
         if self.api_key is not None and not self.api_key.strip():
             msg = "the API key is empty; give one, or none at all. Nothing was started"
+            raise ConfigError(msg)
+        if self.api_key is not None and not _VISIBLE.fullmatch(self.api_key):
+            msg = (
+                "the API key holds a space, a line end or a character that is not ASCII, which no header carries "
+                "as it is; take another. Nothing was started"
+            )
             raise ConfigError(msg)
         if not self.is_loopback and self.api_key is None:
             msg = (
@@ -63,7 +74,5 @@ class ServerSettings:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The `Host` headers that are answered: a page in someone's browser must not reach a server without a key."""
-        if self.api_key is not None:
-            return ("*",)
+        """The `Host` headers that are answered where no key is asked for."""
         return ("localhost", "127.0.0.1", "[::1]", self.host, *self.allowed_hosts)

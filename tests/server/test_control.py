@@ -199,8 +199,9 @@ def test_events_begin_with_the_status_and_tell_what_happens(http: httpx.Client) 
 
 
 def test_whoever_leaves_the_events_is_forgotten(http: httpx.Client, engine: AsyncOmni) -> None:
-    asyncio.run(until(lambda: not engine._core.hub._everyone()))  # those of the tests before
+    hub = engine._core.hub
+    asyncio.run(until(lambda: len(hub._everyone()) == 1))  # the metrics; those of the tests before have gone
     with http.stream("GET", "/v1/omni/events") as stream:
         next(stream.iter_lines())
-        assert len(engine._core.hub._everyone()) == 1
-    asyncio.run(until(lambda: not engine._core.hub._everyone()))
+        assert len(hub._everyone()) == 2
+    asyncio.run(until(lambda: len(hub._everyone()) == 1))

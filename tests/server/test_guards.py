@@ -61,7 +61,7 @@ def test_without_the_key_nothing_is_answered_but_health(locked: httpx.Client, he
 def test_with_the_key_it_is_as_without(locked: httpx.Client) -> None:
     header = {"Authorization": "Bearer s3cret"}
     assert locked.get("/v1/omni/status", headers=header).status_code == 200
-    assert locked.get("/nothing", headers=header).json()["error"]["message"] == "Not Found"
+    assert locked.get("/nothing", headers=header).json()["error"]["message"].startswith("there is no /nothing here")
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -83,6 +83,13 @@ def test_a_taken_port_is_one_line(server: Server, engine: AsyncOmni) -> None:
 
     with pytest.raises(ConfigError, match=r"can not listen on 127\.0\.0\.1:\d+: Address already in use"):
         Another(engine, ServerSettings(port=server.port))
+
+
+def test_a_port_is_taken_from_the_moment_it_was_given() -> None:
+    from omni_notebook.server.serving import listen
+
+    with listen(ServerSettings(port=0)) as first, pytest.raises(ConfigError, match="Address already in use"):
+        listen(ServerSettings(port=first.getsockname()[1]))
 
 
 def test_nothing_but_the_port_listens_and_after_a_stop_nothing_at_all(engine: AsyncOmni) -> None:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.server.metrics import BUCKETS_S
 
 if TYPE_CHECKING:
     import httpx
-
-    from omni_notebook.engine.async_omni import AsyncOmni
 
 
 def figures(http: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -65,3 +64,16 @@ def test_gauges_are_the_status_at_the_moment(http: httpx.Client, engine: AsyncOm
 def test_buckets_are_fine_and_rise() -> None:
     assert list(BUCKETS_S) == sorted(set(BUCKETS_S))
     assert all(later / earlier <= 2.51 for earlier, later in itertools.pairwise(BUCKETS_S))
+
+
+def test_an_engine_that_was_shut_down_has_no_stages_and_no_memory() -> None:
+    from omni_notebook.server.metrics import Metrics
+
+    with AsyncOmni("demo") as engine:
+        metrics = Metrics(engine)
+        assert b"omni_up 1.0" in metrics.text()
+        assert b"omni_resident_bytes{" in metrics.text()
+    told = metrics.text()
+    assert b"omni_up 0.0" in told
+    assert b"omni_resident_bytes{" not in told
+    assert b"omni_stage_state{" not in told

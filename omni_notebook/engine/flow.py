@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -120,7 +121,9 @@ class Flow:
         self._publish(self._request_output(output, stage, ends=ends))
         if ends:
             self._end(None)
-        elif output.final:
+            return
+        self._bell.ring()
+        if output.final:
             self._move_on()
 
     def _move_on(self) -> None:
@@ -153,7 +156,8 @@ class Flow:
         self._left_upstream()
         if error is not None:
             self._outputs.append(error)
-        self._bell.ring()
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._bell.ring)  # once replica and scheduler have done with it too
         for stage in self.route:
             stage.kick()  # its end may have made room for another one at the connector
         self._on_end(self)
@@ -165,7 +169,6 @@ class Flow:
             if isinstance(tail, OmniRequestOutput) and _same_partial(tail, output):
                 self._outputs.pop()
             self._outputs.append(output)
-        self._bell.ring()
 
     def _request_output(self, output: StageOutput, stage: Stage, *, ends: bool) -> OmniRequestOutput:
         lora = next((found for passed in self.route[: self.at + 1] if (found := self._lora(passed))), None)

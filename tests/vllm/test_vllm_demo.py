@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 import omni_notebook as omni
+from omni_notebook.config import DEMO_FOLDER
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ArgumentError, ConfigError, UnsupportedError
 from tests.engine.engine_helpers import collect, golden
+from tests.vllm.conftest import SMALL
 
 if TYPE_CHECKING:
     from omni_notebook.protocol import OmniRequestOutput
@@ -69,10 +72,22 @@ def test_an_audit_of_the_vllm_stage_passes(demo: AsyncOmni) -> None:
     assert report.verdict == "PASS", report
 
 
-def test_the_kernel_s_process_stays_as_it_was(demo: AsyncOmni) -> None:
-    assert "vllm" not in sys.modules
-    assert logging.getLogger("vllm").handlers == []
-    assert any("vLLM" in line or "vllm" in line.lower() for line in demo.logs(0))
+KERNEL = f"""
+import json, logging, sys
+from omni_notebook import AsyncOmni
+with AsyncOmni({str(DEMO_FOLDER / "thinker")!r}, runtime="vllm", engine_args={SMALL!r}) as engine:
+    handlers = [len(logging.getLogger(name).handlers) for name in (None, "vllm")]
+    print(json.dumps(["vllm" in sys.modules, handlers, engine.logs(0)]))
+"""
+
+
+def test_the_kernel_s_process_stays_as_it_was() -> None:
+    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, timeout=120, check=True)
+    vllm, handlers, logs = json.loads(done.stdout)
+    assert not vllm
+    assert handlers == [0, 0]
+    assert any("vllm" in line.lower() for line in logs)
+    assert done.stderr == ""
 
 
 def test_bad_requests_end_alone(demo: AsyncOmni) -> None:

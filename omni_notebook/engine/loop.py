@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 from concurrent.futures import Future
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_notebook.errors import EngineClosedError
@@ -110,16 +111,9 @@ async def ended(work: Future[Any]) -> None:
 
     The caller's loop turns every `TICK_S`: a kernel's interrupt cancels the cell that awaits, not waking it.
     """
-    loop = asyncio.get_running_loop()
-    told: asyncio.Future[None] = loop.create_future()
-
-    def hear(_work: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(_set, told)
-
-    work.add_done_callback(hear)
-    while not work.done():
-        await asyncio.wait({told}, timeout=TICK_S)
+    bell = Bell()
+    work.add_done_callback(lambda _work: bell.ring())
+    await bell.until(work.done, lambda: inf)
 
 
 async def awaited(work: Future[T]) -> T:

@@ -9,6 +9,7 @@ import asyncio
 import operator
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.engine.orders import busy
 from omni_notebook.errors import ArgumentError, ConfigError, DeadlineError, LoRAError, StageBusyError
 from omni_notebook.paths import expanded
 from omni_notebook.protocol import LoRARequest
@@ -284,6 +285,4 @@ def _busy(stage: Stage, why: str) -> StageBusyError:
     msg = (
         f"stage {stage.stage_id}: {why}; the order is refused, nothing changed. Let them end, or call abort(request_id)"
     )
-    return StageBusyError(
-        msg, stage_id=stage.stage_id, running=stage.running, queued=stage.queued, in_transit=stage.in_transit()
-    )
+    return busy(stage, msg)

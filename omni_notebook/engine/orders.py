@@ -262,9 +262,7 @@ def refuse_busy(stage: Stage, order: str) -> None:
         f"{order} is refused, nothing changed. Call pause_generation(mode='keep', stage_ids=[{stage.stage_id}]) "
         "first, or sleep(..., mode='keep' | 'wait' | 'abort')"
     )
-    raise StageBusyError(
-        msg, stage_id=stage.stage_id, running=stage.running, queued=stage.queued, in_transit=in_transit
-    )
+    raise busy(stage, msg)
 
 
 def refuse_frozen(stage: Stage, order: str) -> None:
@@ -277,8 +275,17 @@ def refuse_frozen(stage: Stage, order: str) -> None:
         f"{stage.queued} queued, {in_transit} in transit, which can not end: {order} with mode='wait' is refused, "
         "nothing changed. Call resume_generation() first, or sleep(..., mode='keep' | 'abort')"
     )
-    raise StageBusyError(
-        msg, stage_id=stage.stage_id, running=stage.running, queued=stage.queued, in_transit=in_transit
+    raise busy(stage, msg)
+
+
+def busy(stage: Stage, message: str) -> StageBusyError:
+    """The error of a stage that has requests, with its counts."""
+    return StageBusyError(
+        message,
+        stage_id=stage.stage_id,
+        running=stage.running,
+        queued=stage.queued,
+        in_transit=stage.in_transit(),
     )
 
 

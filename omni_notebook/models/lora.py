@@ -141,7 +141,7 @@ def _halves(file: Path, data: bytes) -> dict[str, dict[str, Tensor]]:
         matched = _MATRIX.fullmatch(name)
         if matched is None:
             raise ConfigError(_foreign(file, name))
-        _check_matrix(file, name, tensors[name])
+        check_matrix(file, name, tensors[name])
         layer = found.setdefault(matched["path"], {})
         if matched["half"] in layer:
             msg = f"{file}: {name} is there twice, with and without the adapter's name"
@@ -162,7 +162,8 @@ def _foreign(file: Path, name: str) -> str:
     )
 
 
-def _check_matrix(file: Path, name: str, tensor: Tensor) -> None:
+def check_matrix(file: Path, name: str, tensor: Tensor) -> None:
+    """Raise ConfigError if an adapter's tensor is no finite matrix of floating-point numbers."""
     if tensor.ndim != 2 or not tensor.numel() or not tensor.is_floating_point():
         msg = f"{file}: {name} is {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, not a matrix"
         raise ConfigError(msg)
@@ -171,12 +172,17 @@ def _check_matrix(file: Path, name: str, tensor: Tensor) -> None:
         raise ConfigError(msg)
 
 
-def _pair(file: Path, path: str, found: Mapping[str, Tensor], scales: _Scales) -> Pair:
+def both_halves(file: Path, path: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A layer's lora_A and lora_B; raise ConfigError if one is missing."""
     for half in "AB":
         if half not in found:
             msg = f"{file}: {path} has no lora_{half}, but its other half"
             raise ConfigError(msg)
-    a, b = found["A"], found["B"]
+    return found["A"], found["B"]
+
+
+def _pair(file: Path, path: str, found: Mapping[str, Tensor], scales: _Scales) -> Pair:
+    a, b = both_halves(file, path, found)
     rank, scale = scales.of(path)
     if len(a) != b.shape[1] or len(a) != rank:
         msg = (

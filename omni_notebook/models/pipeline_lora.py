@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.models.lora import Adapter, Pair, read_adapter
+from omni_notebook.models.lora import Adapter, Pair, both_halves, check_matrix, read_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ def read_pipeline_adapter(folder: Path) -> Adapter:
         matched = _MATRIX.fullmatch(name)
         if matched is None or matched["component"] not in ADAPTED:
             raise ConfigError(_foreign(file, name))
-        _check(file, name, tensors[name])
+        check_matrix(file, name, tensors[name])
         halves.setdefault(matched["path"], {})[matched["half"]] = tensors[name]
     if not halves:
         msg = f"{file}: holds no tensor"
@@ -73,21 +73,8 @@ def _foreign(file: Path, name: str) -> str:
     )
 
 
-def _check(file: Path, name: str, tensor: Tensor) -> None:
-    if tensor.ndim != 2 or not tensor.numel() or not tensor.is_floating_point():
-        msg = f"{file}: {name} is {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, not a matrix"
-        raise ConfigError(msg)
-    if not tensor.float().isfinite().all():
-        msg = f"{file}: {name} holds NaN or infinite values"
-        raise ConfigError(msg)
-
-
 def _pair(file: Path, path: str, found: Mapping[str, Tensor]) -> Pair:
-    for half in "AB":
-        if half not in found:
-            msg = f"{file}: {path} has no lora_{half}, but its other half"
-            raise ConfigError(msg)
-    a, b = found["A"], found["B"]
+    a, b = both_halves(file, path, found)
     if len(a) != b.shape[1]:
         msg = f"{file}: {path} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, which is no pair"
         raise ConfigError(msg)

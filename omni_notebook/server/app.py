@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import omni_notebook
 from omni_notebook.errors import OmniError
-from omni_notebook.server import control, openai
+from omni_notebook.server import control, helping, openai
 from omni_notebook.server.answers import problem, refusal
 from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard
 from omni_notebook.server.leaving import ClientGone
@@ -91,7 +91,7 @@ async def _following(metrics: Metrics) -> AsyncIterator[None]:
 
 def _problem(request: Request, error: Any) -> Response:
     path = request.url.path
-    order, text_only = path.startswith(control.PREFIX), path == openai.CHAT
+    order, text_only = path.startswith(helping.PREFIX), path == openai.CHAT
     return problem(error, request.app.state.engine, order=order, text_only=text_only)
 
 

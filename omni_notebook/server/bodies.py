@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from omni_notebook.protocol import OmniSamplingParams
+from omni_notebook.protocol import OmniSamplingParams, is_unicode
 
 Seconds = Annotated[float, Field(ge=0.001, le=86_400, allow_inf_nan=False, description="seconds")]
 StageIds = Annotated[list[int] | None, Field(min_length=1, fail_fast=True, description="stages; null: all of them")]
@@ -108,8 +108,8 @@ class Sampling(Body):
 
     def given(self) -> dict[str, Any]:
         """What was said, by the names of `OmniSamplingParams`."""
-        said = self.model_dump(exclude_none=True)
-        return {name: said[name] for name in OmniSamplingParams.__struct_fields__ if name in said}
+        said = ((name, getattr(self, name)) for name in OmniSamplingParams.__struct_fields__)
+        return {name: value for name, value in said if value is not None}
 
 
 class ExtraBody(Body):
@@ -118,15 +118,10 @@ class ExtraBody(Body):
     sampling_params: Sampling | None = None
 
 
-class ImagesBody(Sampling):
-    """`POST /v1/images/generations`: OpenAI's fields, and the sampling parameters at the top level or below."""
+class GenerationBody(Sampling):
+    """What images and chats have in common: the sampling parameters at the top level or below."""
 
-    prompt: Annotated[str, Field(min_length=1)]
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="images; each has the seed after the last one's")] = 1
-    size: Annotated[str | None, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")] = None
-    response_format: Annotated[Literal["b64_json"], Field(description="no links: nothing is stored here")] = "b64_json"
-    output_format: Literal["png"] = "png"
     user: str | None = None
     sampling_params: Sampling | None = None
     extra_body: ExtraBody | None = None
@@ -134,22 +129,35 @@ class ImagesBody(Sampling):
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters; the more deeply they were said, the stronger."""
         params = self.given()
-        if self.size not in {None, "auto"}:
-            width, _, height = str(self.size).partition("x")
-            params |= {"width": int(width), "height": int(height)}
         nested = [self.sampling_params, self.extra_body.sampling_params if self.extra_body else None]
         for one in nested:
             params |= one.given() if one else {}
         return params
 
 
+class ImagesBody(GenerationBody):
+    """`POST /v1/images/generations`: OpenAI's fields, and the sampling parameters."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES, description="images; each has the seed after the last one's")] = 1
+    size: Annotated[str | None, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")] = None
+    response_format: Annotated[Literal["b64_json"], Field(description="no links: nothing is stored here")] = "b64_json"
+    output_format: Literal["png"] = "png"
+
+    def given(self) -> dict[str, Any]:
+        """What was said at the top level; `size` in its own words counts too."""
+        params = super().given()
+        if self.size not in {None, "auto"}:
+            width, _, height = str(self.size).partition("x")
+            params |= {"width": int(width), "height": int(height)}
+        return params
+
+
 def _unicode(text: str) -> str:
     """Refuse halves of surrogate pairs, which JSON can spell and no text holds."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
+    if not is_unicode(text):
         msg = "it is not Unicode text"
-        raise ValueError(msg) from error
+        raise ValueError(msg)
     return text
 
 
@@ -182,26 +190,19 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class ChatBody(Sampling):
+class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`: OpenAI's fields for text, and the sampling parameters."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Literal[1] = 1
     modalities: Annotated[list[Literal["text"]] | None, Field(fail_fast=True)] = None
-    user: str | None = None
-    sampling_params: Sampling | None = None
-    extra_body: ExtraBody | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        """The sampling parameters; the more deeply they were said, the stronger."""
-        params = self.given()
+    def given(self) -> dict[str, Any]:
+        """What was said at the top level; OpenAI's newer name of `max_tokens` is the stronger one."""
+        params = super().given()
         if self.max_completion_tokens is not None:
             params["max_tokens"] = self.max_completion_tokens
-        nested = [self.sampling_params, self.extra_body.sampling_params if self.extra_body else None]
-        for one in nested:
-            params |= one.given() if one else {}
         return params

@@ -22,13 +22,12 @@ from omni_notebook.server.bodies import (
     WakeBody,
     WeightsBody,
 )
+from omni_notebook.server.helping import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from omni_notebook.verbs.engine_api import Engine, Subscription
-
-PREFIX = "/v1/omni"
 
 
 def engine_of(request: Request) -> Engine:

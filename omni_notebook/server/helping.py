@@ -6,36 +6,37 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.protocol import MemoryState, PauseState
+from omni_notebook.verbs.hints import is_lost
 
 if TYPE_CHECKING:
-    from omni_notebook.protocol import EngineStatus, StageStatus
+    from omni_notebook.protocol import EngineStatus
 
 _WAKES = frozenset(
     {MemoryState.FALLING_ASLEEP, MemoryState.ASLEEP, MemoryState.PARTLY_AWAKE, MemoryState.NEEDS_WEIGHTS}
 )
 
-_PATH = "/v1/omni"
+PREFIX = "/v1/omni"
 _CALLS: tuple[tuple[str, str], ...] = (
-    (r"\bwake_up\(\[([\d, ]+)\]\)", rf'POST {_PATH}/wakeup {{"stage_ids": [\1]}}'),
-    (r"\bwake(?:_up)?\(reload=False\)", f'POST {_PATH}/wakeup {{"reload": false}}'),
-    (r"\bwake_up\b(?:\(\))?", f"POST {_PATH}/wakeup"),
+    (r"\bwake_up\(\[([\d, ]+)\]\)", rf'POST {PREFIX}/wakeup {{"stage_ids": [\1]}}'),
+    (r"\bwake(?:_up)?\(reload=False\)", f'POST {PREFIX}/wakeup {{"reload": false}}'),
+    (r"\bwake_up\b(?:\(\))?", f"POST {PREFIX}/wakeup"),
     (
         r"\bpause_generation\(mode='(\w+)', stage_ids=\[([\d, ]+)\]\)",
-        rf'POST {_PATH}/pause {{"mode": "\1", "stage_ids": [\2]}}',
+        rf'POST {PREFIX}/pause {{"mode": "\1", "stage_ids": [\2]}}',
     ),
-    (r"\bpause_generation\(mode='(\w+)'\)", rf'POST {_PATH}/pause {{"mode": "\1"}}'),
-    (r"\bpause_generation\b(?:\(\))?", f"POST {_PATH}/pause"),
-    (r"\bresume_generation\b(?:\(\))?", f"POST {_PATH}/resume"),
-    (r"\bsleep\(\.\.\., discard=True\)(?: \(magic: --discard\))?", f'POST {_PATH}/sleep with "discard": true'),
-    (r"\bsleep\(\.\.\., mode=((?:'\w+'(?: \| )?)+)\)", rf'POST {_PATH}/sleep with "mode": \1'),
+    (r"\bpause_generation\(mode='(\w+)'\)", rf'POST {PREFIX}/pause {{"mode": "\1"}}'),
+    (r"\bpause_generation\b(?:\(\))?", f"POST {PREFIX}/pause"),
+    (r"\bresume_generation\b(?:\(\))?", f"POST {PREFIX}/resume"),
+    (r"\bsleep\(\.\.\., discard=True\)(?: \(magic: --discard\))?", f'POST {PREFIX}/sleep with "discard": true'),
+    (r"\bsleep\(\.\.\., mode=((?:'\w+'(?: \| )?)+)\)", rf'POST {PREFIX}/sleep with "mode": \1'),
     (r"\bsleep\((?:level=)?([12])\)", r"sleep at level \1"),
-    (r"\brestart\((\d+)\)", rf'POST {_PATH}/restart {{"stage_id": \1}}'),
-    (r"(?<![.\w])load_weights\((\d+), \w+\)", rf'POST {_PATH}/weights {{"stage_id": \1, "path": "FOLDER"}}'),
-    (r"(?<![.\w])load_weights\(\w+, \w+\)", f"POST {_PATH}/weights"),
-    (r"(?<=call )load_weights\b(?!\()", f"POST {_PATH}/weights"),
-    (r"\badd_lora\(request\)", f"POST {_PATH}/loras"),
-    (r"\bremove_lora\((\w+)\)", rf"DELETE {_PATH}/loras/\1"),
-    (r"\babort\(request_id\)", f"POST {_PATH}/abort"),
+    (r"\brestart\((\d+)\)", rf'POST {PREFIX}/restart {{"stage_id": \1}}'),
+    (r"(?<![.\w])load_weights\((\d+), \w+\)", rf'POST {PREFIX}/weights {{"stage_id": \1, "path": "FOLDER"}}'),
+    (r"(?<![.\w])load_weights\(\w+, \w+\)", f"POST {PREFIX}/weights"),
+    (r"(?<=call )load_weights\b(?!\()", f"POST {PREFIX}/weights"),
+    (r"\badd_lora\(request\)", f"POST {PREFIX}/loras"),
+    (r"\bremove_lora\((\w+)\)", rf"DELETE {PREFIX}/loras/\1"),
+    (r"\babort\(request_id\)", f"POST {PREFIX}/abort"),
     (r"\bcall (?=POST |DELETE )", "send "),
     (r"\bCall (?=POST |DELETE )", "Send "),
     (r" \(admission_timeout\)", " (?wait=SECONDS)"),
@@ -56,8 +57,8 @@ def requests_that_help(status: EngineStatus, *, text_only: bool = False) -> list
     """
     stages = [stage for stage in status.stages if stage.kind == "ar" or not text_only]
     failed = [stage for stage in stages if stage.state is MemoryState.FAILED]
-    lost = [stage for stage in stages if _is_lost(stage)]
-    asleep = [stage for stage in stages if stage.state in _WAKES and not _is_lost(stage)]
+    lost = [stage for stage in stages if is_lost(stage)]
+    asleep = [stage for stage in stages if stage.state in _WAKES and not is_lost(stage)]
     paused = [stage for stage in status.stages if stage.pause_state is not PauseState.OPEN]
     helping = [_post("restart", {"stage_id": stage.stage_id}) for stage in failed]
     helping += [_post("weights", {"stage_id": stage.stage_id, "path": "FOLDER"}) for stage in lost]
@@ -68,10 +69,5 @@ def requests_that_help(status: EngineStatus, *, text_only: bool = False) -> list
     return helping
 
 
-def _is_lost(stage: StageStatus) -> bool:
-    """Whether it needs weights that no checkpoint gives back."""
-    return stage.state is MemoryState.NEEDS_WEIGHTS and not stage.recoverable
-
-
 def _post(order: str, body: dict[str, Any]) -> dict[str, Any]:
-    return {"method": "POST", "path": f"/v1/omni/{order}", "body": body}
+    return {"method": "POST", "path": f"{PREFIX}/{order}", "body": body}

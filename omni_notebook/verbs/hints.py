@@ -58,12 +58,12 @@ def state_words(stage: StageStatus) -> str:
 
 def call_that_helps(stage: StageStatus) -> str | None:
     """The calls that lead back to AWAKE and OPEN, or None when the stage is there."""
-    texts = (_NO_CHECKPOINT if _is_lost(stage) else _MEMORY_CALLS.get(stage.state), _PAUSE_CALLS.get(stage.pause_state))
+    texts = (_NO_CHECKPOINT if is_lost(stage) else _MEMORY_CALLS.get(stage.state), _PAUSE_CALLS.get(stage.pause_state))
     found = dict.fromkeys(text.format(id=stage.stage_id) for text in texts if text)
     return ", ".join(found) or None
 
 
-def _is_lost(stage: StageStatus) -> bool:
+def is_lost(stage: StageStatus) -> bool:
     """Whether it needs weights that no checkpoint gives back."""
     return stage.state is MemoryState.NEEDS_WEIGHTS and not stage.recoverable
 
@@ -111,8 +111,8 @@ def closed_gates(status: EngineStatus, *, text_only: bool) -> str | None:
 
 def _lines_that_open(closed: Sequence[StageStatus]) -> list[str]:
     lines = [f"%omni restart {stage.stage_id}" for stage in closed if stage.state is MemoryState.FAILED]
-    lines += [f"%omni weights {stage.stage_id} FOLDER" for stage in closed if _is_lost(stage)]
-    asleep = [str(stage.stage_id) for stage in closed if stage.state in _WAKES and not _is_lost(stage)]
+    lines += [f"%omni weights {stage.stage_id} FOLDER" for stage in closed if is_lost(stage)]
+    asleep = [str(stage.stage_id) for stage in closed if stage.state in _WAKES and not is_lost(stage)]
     if asleep:
         lines.append(f"%omni wake {' '.join(asleep)}")
     if any(stage.pause_state is not PauseState.OPEN for stage in closed):

@@ -7,8 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import UnsupportedError
-from omni_notebook.memory.device.support import PlatformInfo, folders_of, version_of, whole, why_no_extension
+from omni_notebook.memory.device.support import PlatformInfo, folders_of, refuse, version_of, whole, why_no_extension
 
 if TYPE_CHECKING:
     from omni_notebook.memory.base import MemoryPool
@@ -45,10 +44,7 @@ def pool(index: int) -> MemoryPool:
     Raises:
         UnsupportedError: there is no such allocator, or vLLM does not use it; names the reason.
     """
-    reason = why_not()
-    if reason is not None:
-        msg = f"npu: {reason}"
-        raise UnsupportedError(msg)
+    refuse("npu", why_not())
     runtime = importlib.import_module("acl").rt
     torch_npu = importlib.import_module("torch_npu")
     camem = importlib.import_module("vllm_ascend.device_allocator.camem")
@@ -58,7 +54,6 @@ def pool(index: int) -> MemoryPool:
     from omni_notebook.memory.device.npu_probe import NpuProbe  # noqa: PLC0415
 
     if not camem.camem_available:
-        msg = "npu: vllm-ascend's allocator extension could not be loaded: pip install vllm-ascend"
-        raise UnsupportedError(msg)
+        refuse("npu", "vllm-ascend's allocator extension could not be loaded: pip install vllm-ascend")
     driver = NpuDriver(index, camem, runtime=runtime, npu=torch_npu.npu)
     return pool_over(driver, NpuProbe(index, runtime))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import UnsupportedError
-from omni_notebook.memory.device.support import PlatformInfo, folders_of, version_of, whole, why_no_extension
+from omni_notebook.memory.device.support import PlatformInfo, folders_of, refuse, version_of, whole, why_no_extension
 
 if TYPE_CHECKING:
     from omni_notebook.memory.base import MemoryPool
@@ -50,10 +49,7 @@ def pool(index: int) -> MemoryPool:
     Raises:
         UnsupportedError: there is no such allocator, or vLLM does not use it; names the reason.
     """
-    reason = why_not()
-    if reason is not None:
-        msg = f"rocm: {reason}"
-        raise UnsupportedError(msg)
+    refuse("rocm", why_not())
     import torch  # noqa: PLC0415  (heavy)
     from vllm.device_allocator import cumem  # noqa: PLC0415  (takes seconds)
 
@@ -62,6 +58,5 @@ def pool(index: int) -> MemoryPool:
     from omni_notebook.memory.device.rocm_driver import RocmDriver  # noqa: PLC0415
 
     if not cumem.cumem_available:
-        msg = "rocm: vLLM's allocator extension could not be loaded; install vLLM for ROCm"
-        raise UnsupportedError(msg)
+        refuse("rocm", "vLLM's allocator extension could not be loaded; install vLLM for ROCm")
     return pool_over(RocmDriver(index, cumem, cuda=torch.cuda), AmdsmiProbe(index, _amdsmi(), cuda=torch.cuda))

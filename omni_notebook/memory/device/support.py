@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from omni_notebook.errors import UnsupportedError
+
 
 class PlatformInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One platform: whether a pool can be made, and why not, or how it measures.
@@ -46,6 +48,13 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "of unknown version"
+
+
+def refuse(platform: str, why_not: str | None) -> None:
+    """Raise UnsupportedError if there is a reason why a platform has no pool here."""
+    if why_not is not None:
+        msg = f"{platform}: {why_not}"
+        raise UnsupportedError(msg)
 
 
 def whole(platform: str, why_not: str | None, how: str) -> PlatformInfo:

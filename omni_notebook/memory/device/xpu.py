@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import UnsupportedError
-from omni_notebook.memory.device.support import PlatformInfo, folders_of, version_of, whole, why_no_extension
+from omni_notebook.memory.device.support import PlatformInfo, folders_of, refuse, version_of, whole, why_no_extension
 
 if TYPE_CHECKING:
     from omni_notebook.memory.base import MemoryPool
@@ -50,10 +49,7 @@ def pool(index: int) -> MemoryPool:
     Raises:
         UnsupportedError: there is no such allocator, or vLLM does not use it; names the reason.
     """
-    reason = why_not()
-    if reason is not None:
-        msg = f"xpu: {reason}"
-        raise UnsupportedError(msg)
+    refuse("xpu", why_not())
     import torch  # noqa: PLC0415  (heavy)
     from vllm.device_allocator import xpumem  # noqa: PLC0415  (takes seconds)
 
@@ -62,6 +58,5 @@ def pool(index: int) -> MemoryPool:
     from omni_notebook.memory.device.xpu_driver import XpuDriver  # noqa: PLC0415
 
     if not xpumem.xpumem_available:
-        msg = "xpu: vLLM's allocator extension could not be loaded: pip install vllm-xpu-kernels"
-        raise UnsupportedError(msg)
+        refuse("xpu", "vLLM's allocator extension could not be loaded: pip install vllm-xpu-kernels")
     return pool_over(XpuDriver(index, xpumem, torch=torch), SysmanProbe(index, loader(), xpu=torch.xpu))

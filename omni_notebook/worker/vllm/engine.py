@@ -102,13 +102,6 @@ async def make(spec: WorkerSpec, folder: Path) -> Any:
         raise ConfigError(msg) from error
 
 
-def is_dead(error: BaseException) -> bool:
-    """Whether vLLM's engine core has failed for good, so that no request will be answered any more."""
-    from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415  (after the environment)
-
-    return isinstance(error, EngineDeadError)
-
-
 def one_line(error: BaseException) -> str:
     """What an error says, without what pydantic puts around it."""
     text = re.sub(

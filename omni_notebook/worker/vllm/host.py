@@ -264,7 +264,7 @@ class VllmHost:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  (it belongs to whoever asked)
-            if self._llm.errored or engine.is_dead(error):
+            if self._llm.errored:
                 # its processes end now; who watches them says so, for all requests
                 self._loop.call_later(FATAL_S, self._ended_with, self._core, CORE)
                 return

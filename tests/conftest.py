@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
+import time
 
 import pytest
 from hypothesis import settings
@@ -30,6 +32,17 @@ def pytest_configure():
     settings.register_profile("ci", derandomize=True, deadline=None)  # a landing must not depend on luck
     if TEST_ALL:
         settings.load_profile("ci")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _every_thread_of_ours_has_ended():
+    """What a module leaves running would be another's finding, in an order that comes once in many runs."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 10
+    while left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("omni-")]:
+        assert time.monotonic() < deadline, f"threads of this module go on: {', '.join(sorted(left))}"
+        time.sleep(0.02)
 
 
 def _forbid(report):

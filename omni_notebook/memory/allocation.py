@@ -36,8 +36,7 @@ class Allocation:
         """See `CpuPool.adopt`."""
         tag = self._open_tag(name, recomputable=False)
         adoption = Adoption(module, skip=lambda tensor: self._find(tensor) is not None)
-        if adoption.used_bytes:
-            adoption.move_into(self._add(tag, adoption.used_bytes))
+        adoption.move_into([self._add(tag, n_bytes) for n_bytes in adoption.parts])
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, name: str, *, recomputable: bool) -> torch.Tensor:
         """See `CpuPool.empty`."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.protocol import TagMemory
 
 WEIGHTS = "weights"
@@ -107,7 +108,10 @@ class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnmapReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `commit_sleep` measured: tag → bytes that left residency, and what was expected to."""
+    """What `commit_sleep` measured: tag → bytes that left residency, and what was expected to.
+
+    `copy_ms`: of copies that it made itself (`prepare_sleep(late_copy=True)`), apart from `unmap_ms`.
+    """
 
     freed: Mapping[str, int]
     expected_bytes: int
@@ -115,6 +119,7 @@ class UnmapReport(msgspec.Struct, frozen=True, kw_only=True):
     scope: Scope
     unmap_ms: float
     note: str | None = None
+    copy_ms: float = 0.0
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +163,10 @@ class MemoryPool(Protocol):
         self, shape: Sequence[int], dtype: torch.dtype, tag: str = KV_CACHE, *, recomputable: bool = True
     ) -> torch.Tensor:
         """A zeroed tensor in the pool; `recomputable` contents are dropped by every sleep and zeroed by its wake."""
+        ...
+
+    def reader(self) -> FileReader | None:
+        """What reads files straight into the pool's tensors, where that is faster than copying to them."""
         ...
 
     def tags(self) -> Mapping[str, TagInfo]:
@@ -209,9 +218,17 @@ class MemoryPool(Protocol):
         ...
 
     def prepare_sleep(
-        self, level: int, tags: Collection[str] | None = None, *, cancelled: Callable[[], bool] | None = None
+        self,
+        level: int,
+        tags: Collection[str] | None = None,
+        *,
+        cancelled: Callable[[], bool] | None = None,
+        late_copy: bool = False,
     ) -> PrepareReport:
         """Check room, back up; no page is given up.
+
+        `late_copy`: the caller moves alone, so that a pool may leave copying to `commit_sleep`, each page given up
+        behind its copy; if a copy fails there, memory is put back as it was.
 
         Raises:
             OutOfMemoryError: the backup has no room (needed and free bytes on it); nothing changed.

@@ -130,6 +130,9 @@ class CpuPool:
             self._core.check_open("discard")
             self._allocation.discard(tag)
 
+    def reader(self) -> None:
+        """None: a mapped file is copied as fast as it can be read."""
+
     # --------------------------------------------------------------------------------------- looking
 
     def tags(self) -> Mapping[str, TagInfo]:
@@ -217,7 +220,12 @@ class CpuPool:
     # ---------------------------------------------------------------------------------------- sleep
 
     def prepare_sleep(
-        self, level: int, tags: Collection[str] | None = None, *, cancelled: Callable[[], bool] | None = None
+        self,
+        level: int,
+        tags: Collection[str] | None = None,
+        *,
+        cancelled: Callable[[], bool] | None = None,
+        late_copy: bool = False,  # noqa: ARG002  (the spill is written ahead: little is left to copy)
     ) -> PrepareReport:
         """Check room, back up; no page is given up.
 

@@ -76,7 +76,13 @@ def vllm_pool(platform: str, index: int) -> MemoryPool:
 def create_pool(
     device: str, *, spill_dir: str | None = None, backup: Backup = "spill", enable_sleep_mode: bool = True
 ) -> MemoryPool:
-    """A pool for a stage of our own on `device`: "cpu", or "auto", which is the same.
+    """A pool for a stage of our own.
+
+    Args:
+        device: "cpu", "cuda" (the first), "cuda:1", or "auto": a GPU where there is one that can be used.
+        spill_dir: where a CPU pool's backups go.
+        backup: "checkpoint" is for CPU pools.
+        enable_sleep_mode: False refuses.
 
     Raises:
         UnsupportedError: another device, a kernel that is too old, or sleep mode is off; says which.
@@ -86,15 +92,21 @@ def create_pool(
         msg = "enable_sleep_mode=False: there is no pool to put to sleep; start the engine with enable_sleep_mode=True"
         raise UnsupportedError(msg)
     known = {info.platform: info for info in describe_platforms()}
-    if device == "auto":
-        device = "cpu"
-    platform = device.partition(":")[0]
+    platform, _, number = device.partition(":")
+    if platform == "auto":
+        platform = "cuda" if known["cuda"].supported and _module("cuda").is_usable() else "cpu"
     if platform not in known:
         msg = f"device {device!r} is unknown; known are: {', '.join(known)}"
         raise UnsupportedError(msg)
     if not known[platform].supported:
         msg = f"device {device!r}: {known[platform].reason}; use device='cpu'"
         raise UnsupportedError(msg)
+    if platform == "cuda":
+        if backup != "spill":
+            msg = f"device {device!r}: backup={backup!r} is for stages on a CPU; a GPU's level 1 copies to host memory"
+            raise UnsupportedError(msg)
+        pool: MemoryPool = _module("cuda").own_pool(int(number or 0))
+        return pool
     if platform in VLLM_PLATFORMS:
         msg = f"device {device!r}: on {platform} this version puts vLLM stages to sleep (runtime='vllm'), no others"
         raise UnsupportedError(msg)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +13,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from omni_notebook.errors import ConfigError
+from omni_notebook.memory.device.reader import FilePiece
 from omni_notebook.models.places import Places, sliced_shape, some
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor, nn
 
+    from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.models.places import Slices
+
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+"""Types that a model computes in, by their names in safetensors headers."""
+_TYPES = _FLOATS | {"F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8}
+_LEAST_BYTES = 64 * 1024**2
+"""Fewer are copied as fast as a reader's buffers are made."""
 
 STEM = "model"
 SINGLE_FILE = f"{STEM}.safetensors"
@@ -65,6 +75,20 @@ def read_metadata(folder: str | Path) -> dict[str, str]:
     """Return the metadata of the folder's first safetensors file."""
     with ExitStack() as stack:
         return dict(_open(stack, checkpoint_files(folder)[0]).metadata() or {})
+
+
+def checkpoint_dtype(folder: str | Path) -> torch.dtype:
+    """Return the type of most of a checkpoint's floating point bytes; float32 where it has none."""
+    sizes: Counter[torch.dtype] = Counter()
+    for file in checkpoint_files(folder):
+        with ExitStack() as stack:
+            handle = _open(stack, file)
+            for name in handle.keys():  # noqa: SIM118
+                piece = handle.get_slice(name)
+                kind = _FLOATS.get(piece.get_dtype())
+                if kind is not None:
+                    sizes[kind] += math.prod(piece.get_shape()) * kind.itemsize
+    return sizes.most_common(1)[0][0] if sizes else torch.float32
 
 
 def iter_tensors(
@@ -120,12 +144,18 @@ def _check_fits(places: Places, folder: str | Path) -> None:
 
 
 def load_into(
-    module: nn.Module, folder: str | Path, slices: Slices | None = None, *, between: Callable[[], None] | None = None
+    module: nn.Module,
+    folder: str | Path,
+    slices: Slices | None = None,
+    *,
+    between: Callable[[], None] | None = None,
+    reader: FileReader | None = None,
 ) -> None:
     """Copy a checkpoint into the module's existing parameters and buffers, converting types; addresses stay.
 
     Names, shapes and file sizes are checked before anything is written: ConfigError then means an untouched module.
-    slices: see `Places`; only these parts of the file are read. between: called before each tensor; may raise.
+    slices: see `Places`; only these parts of the file are read. between: called before each tensor; may raise. reader:
+    reads those that lie in the files as they lie in the module.
     """
     places = Places(module, slices)
     _check_fits(places, folder)
@@ -133,11 +163,71 @@ def load_into(
         if target.is_meta:
             msg = f"{name} has no memory yet; give the module storage before loading into it"
             raise ConfigError(msg)
+    read = {} if reader is None else _pieces(places, folder)
+    if reader is not None and sum(piece.n_bytes for piece in read.values()) >= _LEAST_BYTES:
+        try:
+            reader.read(read.values(), between or _nothing)
+        except OSError as error:
+            msg = f"{folder}: cannot be read: {error}"
+            raise ConfigError(msg) from error
+    else:
+        read = {}
     with torch.no_grad():
-        for name, tensor in iter_tensors(folder, places.targets.keys(), places.parts):
+        for name, tensor in iter_tensors(folder, places.targets.keys() - read.keys(), places.parts):
             if between is not None:
                 between()
             places.targets[name].copy_(tensor)
+
+
+def _nothing() -> None:
+    """Nobody asks to stop."""
+
+
+def _pieces(places: Places, folder: str | Path) -> dict[str, FilePiece]:
+    """Those tensors of a checkpoint whose bytes in the file are the bytes in the module, one run each."""
+    found: dict[str, FilePiece] = {}
+    for file in checkpoint_files(folder):
+        start, table = _header(file)
+        for name, target in places.targets.items():
+            entry = table.get(name)
+            if entry is None or _TYPES.get(entry["dtype"]) != target.dtype or not target.is_contiguous():
+                continue
+            rows = _rows(entry["shape"], places.parts.get(name))
+            if rows is not None and target.numel():
+                first, last = entry["data_offsets"]
+                row_bytes = (last - first) // max(entry["shape"][0], 1) if entry["shape"] else last - first
+                piece = FilePiece(
+                    file, start + first + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes, target.data_ptr()
+                )
+                if piece.n_bytes == target.nbytes:
+                    found[name] = piece
+    return found
+
+
+def _rows(shape: Sequence[int], part: tuple[slice, ...] | None) -> tuple[int, int] | None:
+    """The rows (first, end) that a part consists of; None where it is not whole rows."""
+    if not shape:
+        return 0, 1
+    pieces = [piece.indices(size) for piece, size in zip(part or (), shape, strict=False)]
+    if any(piece != (0, size, 1) for piece, size in zip(pieces[1:], shape[1:], strict=False)):
+        return None
+    first, end, step = pieces[0] if pieces else (0, shape[0], 1)
+    return (first, end) if step == 1 else None
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where a safetensors file's data begins, and its table of tensors; the file was opened as one before.
+
+    Raises:
+        ConfigError: it is none any more.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            return 8 + size, json.loads(stream.read(size))
+    except (OSError, ValueError) as error:
+        msg = f"{file}: not a whole safetensors file: {error}"
+        raise ConfigError(msg) from error
 
 
 def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:

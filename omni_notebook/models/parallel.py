@@ -35,13 +35,14 @@ class TensorParallel:
     All ranks must make the same calls in the same order, within the group's timeout of one another.
     """
 
-    def __init__(self, size: int = 1, rank: int = 0, group: Group | None = None) -> None:
+    def __init__(self, size: int = 1, rank: int = 0, group: Group | None = None, device: str = "cpu") -> None:
         if not 0 <= rank < size:
             msg = f"rank {rank} is none of a tensor-parallel group of {size}"
             raise ConfigError(msg)
         self.size = size
         self.rank = rank
         self._group = group
+        self._device = device
 
     def part(self, units: int, width: int = 1) -> slice:
         """Return this rank's features of `units` heads of `width` features each.
@@ -73,7 +74,7 @@ class TensorParallel:
         """Return whether the flag is set on any rank, the same answer on each; raises like `all_reduce`."""
         if self.size == 1:
             return flag
-        return any(bool(part) for part in self._gather(torch.tensor([flag], dtype=torch.uint8)))
+        return any(bool(part) for part in self._gather(torch.tensor([flag], dtype=torch.uint8, device=self._device)))
 
     def leave(self) -> None:
         """Leave the group for good; the others' next exchange fails at once instead of waiting. Idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,12 +37,13 @@ class ArRunner(ModelRunner):
         self._max_len = min(config.max_model_len or self._shape.max_positions, self._shape.max_positions)
         self._grammar = PlanGrammar.find(folder)
         self._grammar_state: dict[int, int] = {}
-        self._dtype = torch_dtype(config.dtype)
+        self._config = config
 
     def build(self, pool: MemoryPool, parallel: TensorParallel = SOLO) -> None:
         """The decoder, or this rank's part of it, in the pool; the KV cache of its heads beside it."""
-        self._place(lambda: Decoder(self._shape, parallel), self._dtype, pool)
-        self._kv = pool.empty(self._shape.kv_shape(self._slots, self._max_len, parallel.size), self._dtype, KV_CACHE)
+        dtype = torch_dtype(self._config.dtype, pool.device, self._config.model)
+        self._place(lambda: Decoder(self._shape, parallel), dtype, pool)
+        self._kv = pool.empty(self._shape.kv_shape(self._slots, self._max_len, parallel.size), dtype, KV_CACHE)
 
     @torch.inference_mode()
     def execute(self, batch: ArBatch, weight_version: Callable[[], str]) -> list[SequenceAnswer]:  # noqa: ARG002
@@ -58,17 +59,20 @@ class ArRunner(ModelRunner):
         return [self._answer(step, hidden[step.slot]) for step in batch.sequences]
 
     def _forward(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        tokens = torch.tensor([s.token_ids for s in steps], dtype=torch.long)
-        positions = torch.tensor([range(s.start, s.start + len(s.token_ids)) for s in steps], dtype=torch.long)
-        slots = torch.tensor([s.slot for s in steps], dtype=torch.long)
+        tokens = self._longs([s.token_ids for s in steps])
+        positions = self._longs([range(s.start, s.start + len(s.token_ids)) for s in steps])
+        slots = self._longs([s.slot for s in steps])
         with self.loras.applied([s.lora_id for s in steps]):
             states: torch.Tensor = self._model(tokens, positions, self._kv, slots)
         return states
 
+    def _longs(self, numbers: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self._device)
+
     def _answer(self, step: SequenceStep, states: torch.Tensor) -> SequenceAnswer:
-        token = pick_token(self._model.logits(states[-1]), step, self._allowed(step))
+        token = pick_token(self._model.logits(states[-1]).cpu(), step, self._allowed(step))
         fresh = states[max(step.prompt_len - 1 - step.start, 0) :]
-        return SequenceAnswer(token_id=token, hidden=fresh.float().numpy().copy() if step.want_hidden else None)
+        return SequenceAnswer(token_id=token, hidden=fresh.float().cpu().numpy().copy() if step.want_hidden else None)
 
     def _allowed(self, step: SequenceStep) -> list[int] | None:
         if self._grammar is None:

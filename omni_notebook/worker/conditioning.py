@@ -27,10 +27,18 @@ class OneCondition(NamedTuple):
 class Conditioner:
     """Makes conditions for batches; `prefetch` may be called by any thread."""
 
-    def __init__(self, shape: DiTConfig, dtype: torch.dtype) -> None:
+    def __init__(self, shape: DiTConfig) -> None:
         self._shape = shape
-        self._dtype = dtype
+        self._device, self._dtype = "cpu", torch.float32
         self._ahead: Prefetcher[OneCondition] = Prefetcher()
+
+    def place(self, device: str, dtype: torch.dtype) -> None:
+        """Say where the model is, and its type; before anything is fetched."""
+        self._device, self._dtype = device, dtype
+
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor where the model is, in its type."""
+        return tensor.to(self._device, self._dtype)
 
     def prefetch(self, wanted: Prefetch) -> None:
         """Begin to move conditioning to the device."""
@@ -40,13 +48,13 @@ class Conditioner:
 
     @torch.inference_mode()
     def _load(self, condition: ImageCondition) -> OneCondition:
-        plan_ids = torch.tensor(condition.plan_ids, dtype=torch.long)
+        plan_ids = torch.tensor(condition.plan_ids, dtype=torch.long, device=self._device)
         if condition.hidden is None:
             return OneCondition(plan_ids, None)
         hidden = torch.zeros(len(plan_ids), self._shape.cond_hidden_size, dtype=self._dtype)
         rows = np.asarray(condition.hidden)[: len(plan_ids)]
         hidden[: len(rows)] = torch.from_numpy(rows).to(self._dtype)
-        return OneCondition(plan_ids, hidden)
+        return OneCondition(plan_ids, self.placed(hidden))
 
     def batch(self, images: Sequence[ImageStep]) -> Condition:
         """The whole batch's condition, from what was fetched ahead and what came along."""
@@ -61,9 +69,10 @@ class Conditioner:
         plan_ids = torch.stack([one.plan_ids for one in ones])
         if all(one.hidden is None for one in ones):
             return Condition(plan_ids)
-        empty = torch.zeros(plan_ids.shape[1], self._shape.cond_hidden_size, dtype=self._dtype)
+        empty = self.placed(torch.zeros(plan_ids.shape[1], self._shape.cond_hidden_size))
         hidden = torch.stack([empty if one.hidden is None else one.hidden for one in ones])
-        return Condition(plan_ids, hidden, torch.tensor([one.hidden is not None for one in ones]))
+        given = torch.tensor([one.hidden is not None for one in ones], device=self._device)
+        return Condition(plan_ids, hidden, given)
 
     def join(self) -> None:
         """Return once nothing is on its way."""

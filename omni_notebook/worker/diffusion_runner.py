@@ -36,15 +36,17 @@ class DiffusionRunner(ModelRunner):
     def __init__(self, config: StageConfig, parallel_size: int = 1) -> None:
         self._shape = DiTConfig.from_dict(read_config(Path(config.model)))
         self._shape.check_parallel(parallel_size)
-        self._dtype = torch_dtype(config.dtype)
-        self._conditioner = Conditioner(self._shape, self._dtype)
-        self._steps = Steps(self._conditioner, self._shape.image_shape, self._dtype)
+        self._config = config
+        self._conditioner = Conditioner(self._shape)
+        self._steps = Steps(self._conditioner, self._shape.image_shape)
         self._cancelled = ""
 
     def build(self, pool: MemoryPool, parallel: TensorParallel = SOLO) -> None:
         """The DiT, or this rank's part of it, in the pool."""
         self._parallel = parallel
-        self._place(lambda: DiT(self._shape, parallel), self._dtype, pool)
+        dtype = torch_dtype(self._config.dtype, pool.device, self._config.model)
+        self._place(lambda: DiT(self._shape, parallel), dtype, pool)
+        self._conditioner.place(self._device, dtype)
 
     @torch.inference_mode()
     def execute(self, batch: DiffusionBatch | StepBatch, weight_version: Callable[[], str]) -> Deferred:
@@ -60,9 +62,9 @@ class DiffusionRunner(ModelRunner):
         return Deferred(Executed(step_versions=((version, 1),)), lambda: step_answers(images, batch.images))
 
     def _whole(self, batch: DiffusionBatch, weight_version: Callable[[], str]) -> Deferred:
-        noise = torch.stack([initial_noise(self._shape.image_shape, image.seed) for image in batch.images])
+        noise = [self._conditioner.placed(initial_noise(self._shape.image_shape, one.seed)) for one in batch.images]
         condition, times = self._conditioner.batch(batch.images), timesteps(batch.num_inference_steps)
-        images, versions = noise.to(self._dtype), []
+        images, versions = torch.stack(noise), []
         with self.loras.applied([image.lora_id for image in batch.images]):
             for index in range(batch.num_inference_steps):
                 self._stop_if_cancelled(batch.batch_id)

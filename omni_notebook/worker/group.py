@@ -24,12 +24,14 @@ class JoinError(OmniError):
 class RankGroup:
     """One rank's membership: rank 0 opens a rendezvous, all ranks join there, each leaves by itself.
 
-    gloo over the loopback interface. `timeout_s` bounds the joining and each exchange of a forward pass.
+    gloo over the loopback interface on a CPU, nccl between GPUs. `timeout_s` bounds the joining and each exchange of a
+    forward pass.
     """
 
-    def __init__(self, size: int, rank: int, timeout_s: float) -> None:
+    def __init__(self, size: int, rank: int, timeout_s: float, device: str = "cpu") -> None:
         self._size = size
         self._rank = rank
+        self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._server: Any = None
         self._parallel: TensorParallel | None = SOLO if size == 1 else None
@@ -81,17 +83,31 @@ class RankGroup:
 
     def _meet(self, host: str, port: int) -> TensorParallel:
         """A group of our own: the default one of the process stays free, and modules of torch keep references to it."""
-        from torch.distributed import ProcessGroupGloo  # noqa: PLC0415
-
         store = self._server or _store(host, port, self._timeout)
-        group: Any = ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
-        return TensorParallel(self._size, self._rank, group)
+        make = _gloo if self._device == "cpu" else _nccl
+        return TensorParallel(self._size, self._rank, make(store, self._rank, self._size, self._timeout), self._device)
 
     def close(self) -> None:
         """Leave the group without waiting for anyone; idempotent. The others' next exchange fails at once."""
         self._server = None
         if self._parallel is not None:
             self._parallel.leave()
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    from torch.distributed import ProcessGroupGloo  # noqa: PLC0415
+
+    return ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group whose exchanges block the caller until they are done or out of time, as gloo's do."""
+    from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415  (CUDA builds alone)
+
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout  # noqa: SLF001  (there is no other way)
+    return ProcessGroupNCCL(store, rank, size, options)
 
 
 def _store(host: str, port: int, timeout: timedelta, **known: Any) -> Any:

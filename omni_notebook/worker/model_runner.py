@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_notebook.memory.base import WEIGHTS
-from omni_notebook.models.loaders import check_fits, checkpoint_files, load_into
+from omni_notebook.models.loaders import check_fits, checkpoint_dtype, checkpoint_files, load_into
 from omni_notebook.models.places import Places
 from omni_notebook.worker.lora import Loras
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.models.parallel import ParallelModel
     from omni_notebook.worker.batches import Prefetch
 
@@ -24,15 +25,20 @@ CPU_DTYPE = torch.float32
 """`dtype="auto"` on a CPU: half types are slower there and not batch-invariant."""
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch type of a configured `dtype`."""
-    return CPU_DTYPE if name == "auto" else getattr(torch, name)
+def torch_dtype(name: str, device: str = "cpu", model: str | None = None) -> torch.dtype:
+    """The torch type of a configured `dtype`; "auto" on other devices than a CPU is that of the folder `model`."""
+    if name != "auto":
+        kind: torch.dtype = getattr(torch, name)
+        return kind
+    return CPU_DTYPE if device == "cpu" or model is None else checkpoint_dtype(model)
 
 
 class ModelRunner:
     """One module in the pool; a subclass executes it."""
 
     _model: ParallelModel
+    _device = "cpu"
+    _reader: FileReader | None = None
     loras: Loras
     weight_tags = (WEIGHTS,)
 
@@ -51,6 +57,7 @@ class ModelRunner:
             self._model = make().eval()
         for parameter in self._model.parameters():  # not `.to`: it would cast buffers too
             parameter.data = parameter.data.to(dtype)
+        self._device, self._reader = pool.device, pool.reader()
         pool.adopt(self._model, WEIGHTS)
         self.reset_buffers()
 
@@ -73,7 +80,7 @@ class ModelRunner:
         tags: Collection[str] | None = None,  # noqa: ARG002  (there is one tag)
     ) -> None:
         """Fill the parameters in place; `between` is called before each tensor and may raise."""
-        load_into(self._model, folder, between=between)
+        load_into(self._model, folder, between=between, reader=self._reader)
 
     def places(self) -> Places:
         """Where tensors that come one by one go."""
@@ -108,6 +115,8 @@ class ModelRunner:
 
     def synchronize(self) -> None:
         """Wait for the device; nothing runs behind our back on a CPU."""
+        if self._device != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def close(self) -> None:
         """No threads."""

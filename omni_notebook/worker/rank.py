@@ -32,13 +32,17 @@ class Done(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """One rank's parts and books; `levels` holds every sleeping tag, `cancelled` the orders that should stop."""
+    """One rank's parts and books; `levels` holds every sleeping tag, `cancelled` the orders that should stop.
+
+    `alone`: the stage has no other rank, so that nothing moves with this one.
+    """
 
     pool: MemoryPool
     runner: Synchronizing
     weights: Weights
     ballast: Ballast
     acks: AckBuilder
+    alone: bool = False
     levels: dict[str, int] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     done: Done | None = None

@@ -57,7 +57,10 @@ class SleepOrders:
         self._rank.runner.synchronize()
         sync_ms = ms_since(started_s)
         prepared = self._rank.pool.prepare_sleep(
-            task.level, task.tags, cancelled=lambda: task.task_id in self._rank.cancelled
+            task.level,
+            task.tags,
+            cancelled=lambda: task.task_id in self._rank.cancelled,
+            late_copy=self._rank.alone,
         )
         why, check_ms = None, None
         if task.level == 2 and self._whole(prepared.backup):
@@ -117,7 +120,7 @@ class SleepOrders:
             phases_ms=PhasesMs(
                 quiesce=task.quiesce_ms + plan.sync_ms,
                 checksum=plan.prepared.checksum_ms,
-                copy=plan.prepared.copy_ms,
+                copy=plan.prepared.copy_ms + unmapped.copy_ms,
                 unmap=unmapped.unmap_ms,
                 verify=plan.check_ms,
             ),

@@ -26,10 +26,9 @@ class _Begun(NamedTuple):
 class Steps:
     """Takes one step a turn for a batch that may change between turns."""
 
-    def __init__(self, conditioner: Conditioner, image_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, conditioner: Conditioner, image_shape: tuple[int, ...]) -> None:
         self._conditioner = conditioner
         self._image_shape = image_shape
-        self._dtype = dtype
         self._begun: dict[int, _Begun] = {}
 
     def __len__(self) -> int:
@@ -61,8 +60,8 @@ class Steps:
         return self._begun[step.key]
 
     def _begin(self, image: ImageStep, steps: int) -> _Begun:
-        noise = initial_noise(self._image_shape, image.seed).to(self._dtype)
-        return _Begun(noise, timesteps(steps), self._conditioner.one(image))
+        noise = self._conditioner.placed(initial_noise(self._image_shape, image.seed))
+        return _Begun(noise, timesteps(steps).to(noise.device), self._conditioner.one(image))
 
     def drop(self) -> None:
         """Forget every image; they begin again."""

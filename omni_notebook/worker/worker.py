@@ -40,9 +40,10 @@ class Worker(ControlOrders):
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         config = spec.config
-        self._pool = create_pool(config.device, spill_dir=config.spill_dir, backup=config.backup)
+        where = config.device_of(spec.where.replica, spec.where.rank)
+        self._pool = create_pool(where, spill_dir=config.spill_dir, backup=config.backup)
         size = spec.tensor_parallel_size or config.tensor_parallel_size
-        self._group = RankGroup(size, spec.where.rank, spec.collective_timeout_s)
+        self._group = RankGroup(size, spec.where.rank, spec.collective_timeout_s, self._pool.device)
         self._runner = make_runner(config, size)
         self._outputs = Outputs()
         self._weights = Weights(self._runner, self._pool)
@@ -50,7 +51,14 @@ class Worker(ControlOrders):
         self._device_name = self._pool.device_name
         acks = AckBuilder(spec.where, device=self._pool.device, device_name=self._device_name)
         self._control = Control(
-            Rank(pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks)
+            Rank(
+                pool=self._pool,
+                runner=self._runner,
+                weights=self._weights,
+                ballast=self._ballast,
+                acks=acks,
+                alone=size * config.num_replicas == 1,
+            )
         )
 
     def open_rendezvous(self) -> str | None:

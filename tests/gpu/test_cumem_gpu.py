@@ -57,9 +57,10 @@ class Child:
                 yield facts
                 self._process.stdin.write("\n")
                 self._process.stdin.flush()
-        code = self._process.wait(60)
-        self._stderr.seek(0)
-        self.errors = self._stderr.read()
+        with self._process, self._stderr:
+            code = self._process.wait(60)
+            self._stderr.seek(0)
+            self.errors = self._stderr.read()
         assert code == 0, self.errors[-4000:]
 
 

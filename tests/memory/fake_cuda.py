@@ -255,8 +255,6 @@ class FakeCuda:
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu = gpu
         self.segments: list[dict[str, Any]] = []
-        self.pinned: dict[int, int] = {}
-        self.pin_error = 0
         self.cached_bytes = 0
         self.snapshots = 0
 
@@ -292,18 +290,6 @@ class FakeCuda:
             for what, of in (("reserved_bytes", sum), ("segment", len))
         }
 
-    def cudart(self):
-        return SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
-
-    def _register(self, address, n_bytes, flags):
-        if not self.pin_error:
-            self.pinned[address] = n_bytes
-        return self.pin_error
-
-    def _unregister(self, address):
-        del self.pinned[address]
-        return 0
-
 
 class FakeNvml:
     """`pynvml`; `pid` of our process as it shows it, `hidden_bytes`: what it does not see leave or come."""
@@ -335,6 +321,16 @@ class FakeLibcuda:
     def __init__(self, cumem: FakeCumem) -> None:
         self.cumem = cumem
         self.streams: dict[int, list[Any]] = {}
+        self.pinned: dict[int, int] = {}
+        self.pin_fails = False
+
+    def pin(self, address, n_bytes):
+        if not self.pin_fails:
+            self.pinned[address] = n_bytes
+        return not self.pin_fails
+
+    def unpin(self, address):
+        del self.pinned[address]
 
     def new_stream(self):
         self.streams[len(self.streams) + 1] = []
@@ -364,6 +360,22 @@ class FakeLibcuda:
         if error:
             msg = f"cuStreamSynchronize: CUDA driver error {error}"
             raise DeviceError(msg)
+
+    def record_event(self, stream):
+        return stream, len(self.streams[stream])
+
+    def wait_event(self, mark):
+        stream, count = mark
+        rest = self.streams[stream][count:]
+        del self.streams[stream][count:]
+        self.wait(stream)
+        self.streams[stream] = rest
+
+    def tensor_at(self, device, address, n_bytes, holder):
+        assert device == 0
+        assert self.cumem.gpu.is_mapped(address)
+        gpu = self.cumem.gpu
+        return torch.frombuffer(gpu.memory, dtype=torch.uint8, count=n_bytes, offset=gpu.start + address - gpu.base)
 
     def is_mapped(self, address):
         return self.cumem.gpu.is_mapped(address)

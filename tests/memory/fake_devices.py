@@ -52,7 +52,7 @@ class CudaMachine(Platform, Machine):
 
     @property
     def pinned(self) -> dict[int, int]:
-        return self.cuda.pinned
+        return self.libcuda.pinned
 
     @property
     def torch_device(self) -> FakeCuda:

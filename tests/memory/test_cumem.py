@@ -33,7 +33,7 @@ def test_locked_host_memory_outlives_a_level_2_sleep_and_serves_the_next_level_1
     before = rig.copies()
     sleep(rig.pool)
     wake(rig.pool)
-    pinned, kept = dict(rig.machine.cuda.pinned), 64 * 4 + 3 * 4
+    pinned, kept = dict(rig.machine.libcuda.pinned), 64 * 4 + 3 * 4
     prepared, _ = sleep(rig.pool, 2)
     assert prepared.backup["weights"] == "host"
     assert prepared.host_backup_bytes == rig.pool.host_backup_bytes() == 12 * MIB + kept
@@ -43,7 +43,7 @@ def test_locked_host_memory_outlives_a_level_2_sleep_and_serves_the_next_level_1
     rig.fill()
     sleep(rig.pool)
     wake(rig.pool)
-    assert rig.machine.cuda.pinned == pinned
+    assert rig.machine.libcuda.pinned == pinned
     assert all_equal(rig.copies(), before)
 
 
@@ -53,11 +53,11 @@ def test_locked_host_memory_goes_with_a_level_2_sleep_where_the_host_has_little_
     rig.machine.host_bytes = 4 * 12 * MIB - 1
     prepared, _ = sleep(rig.pool, 2)
     assert prepared.host_backup_bytes == rig.pool.host_backup_bytes() == 64 * 4 + 3 * 4
-    assert rig.machine.cuda.pinned == {}
+    assert rig.machine.libcuda.pinned == {}
 
 
 def test_memory_that_can_not_be_pinned_is_copied_all_the_same_and_called_pageable(rig):
-    rig.machine.cuda.pin_error = 2
+    rig.machine.libcuda.pin_fails = True
     before = rig.copies()
     prepared, _ = sleep(rig.pool)
     assert prepared.backup["weights"] == "pageable"
@@ -73,7 +73,7 @@ def test_copies_that_fail_after_they_were_begun_end_a_sleep_and_a_wake_that_chan
     rig.cumem.fail("wait", 1)
     with pytest.raises(DeviceError, match="cuStreamSynchronize"):
         rig.pool.prepare_sleep(1)
-    assert (rig.pool.host_backup_bytes(), rig.machine.cuda.pinned) == (0, {})
+    assert (rig.pool.host_backup_bytes(), rig.machine.libcuda.pinned) == (0, {})
     sleep(rig.pool)
     for step in (rig.pool.map_restore, rig.pool.map):
         rig.cumem.fail("wait", 1)

@@ -46,16 +46,21 @@ def test_freeing_while_asleep_on_a_full_device_does_not_spoil_the_next_wake(rig)
     assert rig.gpu.pool_bytes == 10 * MIB
 
 
-def test_a_free_while_its_copy_is_on_the_way_waits_for_the_copy(rig):
+@pytest.mark.parametrize("late", [False, True], ids=["prepare copies", "commit copies"])
+@pytest.mark.parametrize("begun", [1, 0], ids=["its copy was begun", "its copy comes next"])
+def test_a_free_while_its_copy_is_on_the_way_waits_for_the_copy(rig, monkeypatch, late, begun):
     before = rig.copies()
-    asked = itertools.count()
+    begin, count = rig.pool._core.copies.begin, itertools.count()
 
-    def cancelled():
-        if next(asked) == 2:
-            rig.machine.free(rig.model.big)  # the first segment, whose copy was begun
-        return False
+    def begin_and_free(run):
+        for freed in (0, 1):
+            if next(count) == begun:
+                rig.machine.free(rig.model.big)  # the first segment
+            if not freed:
+                begin(run)
 
-    rig.pool.prepare_sleep(1, cancelled=cancelled)
+    monkeypatch.setattr(rig.pool._core.copies, "begin", begin_and_free)
+    rig.pool.prepare_sleep(1, late_copy=late)
     rig.pool.commit_sleep()
     wake(rig.pool)
     assert all_equal(rig.copies()[1:], before[1:])

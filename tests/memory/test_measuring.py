@@ -327,11 +327,12 @@ def cuda_platform():
     return cuda.supported, cuda.reason
 
 
-def test_cuda_is_there_for_vllm_stages_where_a_gpu_and_vllms_allocator_are_and_says_what_is_missing(
-    monkeypatch, tmp_path
-):
-    spec = importlib.machinery.ModuleSpec("vllm", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path)]
+def test_cuda_is_there_where_a_gpu_and_torch_for_it_are_and_says_what_of_vllm_is_missing(monkeypatch, tmp_path):
+    specs = {}
+    for name in ("vllm", "torch"):
+        specs[name] = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        specs[name].submodule_search_locations = [str(tmp_path / name)]
+        (tmp_path / name / "lib").mkdir(parents=True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert cuda_platform() == (False, "cuda: nvidia-ml-py is not installed")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(None))
@@ -340,14 +341,21 @@ def test_cuda_is_there_for_vllm_stages_where_a_gpu_and_vllms_allocator_are_and_s
     assert cuda_platform() == (False, "cuda: the NVIDIA driver knows no GPU")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(1))
     monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda _name: None)
-    assert cuda_platform()[1].startswith("vLLM is not installed")
-    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda _name: spec)
-    assert cuda_platform()[1].endswith("built without its CUDA allocator extension")
-    (tmp_path / "cumem_allocator.abi3.so").touch()
+    assert cuda_platform() == (False, "cuda: the torch that is installed was built without CUDA")
+    monkeypatch.setattr(
+        platforms.importlib.util, "find_spec", lambda name: specs.get(name) if name == "torch" else None
+    )
+    (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
+    assert cuda_platform() == (True, "stages of our own; vLLM is not installed; measured by NVML")
+    monkeypatch.setattr(platforms.importlib.util, "find_spec", specs.get)
+    assert cuda_platform()[1].startswith("stages of our own; vLLM was built without cumem_allocator")
+    (tmp_path / "vllm" / "cumem_allocator.abi3.so").touch()
     monkeypatch.setattr(platforms.importlib.metadata, "version", lambda _name: "0.24.0")
     supported, reason = cuda_platform()
     assert supported
-    assert reason.startswith("for vLLM stages, over the allocator of vLLM 0.24.0")
-    with pytest.raises(UnsupportedError, match="vLLM stages"):
+    assert reason.startswith("stages of our own; vLLM stages over the allocator of vLLM 0.24.0")
+    with pytest.raises(UnsupportedError, match="cuda:0: torch sees 0 CUDA devices"):  # torch has the last word
         platforms.create_pool("cuda:0")
     assert platforms.create_pool("auto").platform == "cpu"
+    with pytest.raises(UnsupportedError, match="backup='checkpoint' is for stages on a CPU"):
+        platforms.create_pool("cuda:0", backup="checkpoint")

@@ -17,6 +17,8 @@ from omni_notebook.memory.device.driver import Allocation, Reserved
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch
+
 _ORDINARY_POOL = (0, 0)
 _POOLS = ("small_pool", "large_pool")
 _REMEMBERED = 8
@@ -50,10 +52,14 @@ class AllocatorDriver:
         self._reserved: dict[tuple[int, ...], Reserved] = {}
         torch_device.set_device(index)
 
+    def attach(self) -> None:
+        """See `Driver.attach`."""
+        self._torch.set_device(self._index)
+
     def enter(self) -> None:
         """See `Driver.enter`."""
         with self._errors("synchronize"):
-            self._torch.set_device(self._index)
+            self.attach()
             self._torch.synchronize(self._index)
 
     # ---------------------------------------------------------------------------------- books
@@ -98,6 +104,10 @@ class AllocatorDriver:
         self._allocator.python_malloc_callback = self._allocator.python_malloc_callback
         self._allocator.python_free_callback = free
         self._init_module(self._allocator.python_malloc_callback, free)
+
+    def bytes_at(self, address: int, n_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
+        """See `Driver.bytes_at`: torch makes tensors over foreign memory on CUDA alone."""
+        return None
 
     # ------------------------------------------------------------------------------- measuring
 
@@ -163,6 +173,12 @@ class AllocatorDriver:
 
 class AtOnce:
     """The part of a `Driver` whose copies and fills are done when the call returns."""
+
+    def mark(self) -> None:
+        """See `Driver.mark`: all is done."""
+
+    def reached(self, mark: None) -> None:
+        """See `Driver.reached`: it was, at once."""
 
     def wait(self) -> None:
         """See `Driver.wait`: there is nothing to wait for."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
 
 from omni_notebook.memory import libc
 from omni_notebook.memory.arena import CHUNK, Segment, no_memory, round_up
@@ -15,21 +19,75 @@ if TYPE_CHECKING:
 
     from omni_notebook.memory.device.driver import Driver
     from omni_notebook.memory.device.segments import DeviceSegment
+    from omni_notebook.memory.device.shadow import Shadow, Sums
 
 
 _MAX_THREADS = 8
 _PART = 64 * 1024**2
+_AHEAD = 16
+"""Buffers whose pages are on their way at a time."""
+
+
+class Run(NamedTuple):
+    """Bytes of a segment that its copy does not have yet."""
+
+    segment: DeviceSegment
+    offset: int
+    n_bytes: int
+
+
+class CopyPlan(NamedTuple):
+    """What a save would copy.
+
+    `sums`: of the contents, as far as they were taken; `unsummed`: segments whose sums could tell nothing yet and are
+    taken while they are copied; `checksum_ms`: what the former took.
+    """
+
+    runs: tuple[Run, ...]
+    sums: dict[DeviceSegment, Sums]
+    unsummed: tuple[DeviceSegment, ...]
+    checksum_ms: float
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes to copy."""
+        return sum(run.n_bytes for run in self.runs)
 
 
 class Copies(Protocol):
     """Keeps one copy a segment. One thread at a time, but for `held_bytes`."""
 
-    def save(self, segments: Sequence[DeviceSegment], check: Callable[[], None]) -> None:
-        """Copy mapped segments to the host; done when it returns. `check` is called before each, and may raise.
+    def plan(self, segments: Sequence[DeviceSegment], check: Callable[[], None]) -> CopyPlan:
+        """Make room for copies of mapped segments, and see what of them is not copied yet.
+
+        `check` is called now and then, and may raise.
 
         Raises:
             OutOfMemoryError: the host has no room.
+        """
+        ...
+
+    def begin(self, run: Run) -> None:
+        """Begin to copy to the host; the driver's `finish` waits for it. The copy counts only after `accept`.
+
+        Raises:
             DeviceError: the driver refused.
+        """
+        ...
+
+    def sum_rest(self, plan: CopyPlan) -> None:
+        """Take the sums that a plan left out, while its runs are copied."""
+        ...
+
+    def accept(self, plan: CopyPlan) -> None:
+        """All runs of a plan are copied."""
+        ...
+
+    def make_room(self, segments: Sequence[DeviceSegment], go_on: Callable[[int], bool]) -> None:
+        """Have memory for copies of these, one after the other while `go_on(bytes still to come)` says so.
+
+        Raises:
+            OutOfMemoryError: the host has no room.
         """
         ...
 
@@ -85,27 +143,76 @@ def _populate(address: int, n_bytes: int) -> None:
 class HostCopies:
     """Each copy in a mapping of its own: huge pages of exactly its size, page-locked once and kept for the next sleep.
 
-    Locking memory costs more than copying, so a buffer stays until `forget`; its bytes count as held.
+    Locking memory costs more than copying, so a buffer stays until `forget`; its bytes count as held. A chunk whose
+    sums are those of its copy is not copied again.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, shadow: Shadow) -> None:
         self._driver = driver
+        self._shadow = shadow
         self._buffers: dict[DeviceSegment, _Buffer] = {}
+        self._sums: dict[DeviceSegment, Sums] = {}
 
-    def save(self, segments: Sequence[DeviceSegment], check: Callable[[], None]) -> None:
-        """See `Copies.save`; threads fetch the pages of new buffers while earlier ones are locked and copied into."""
+    def plan(self, segments: Sequence[DeviceSegment], check: Callable[[], None]) -> CopyPlan:
+        """See `Copies.plan`."""
+
+        def go_on(_rest: int) -> bool:
+            check()
+            return True
+
+        self.make_room(segments, go_on)
+        check()
+        started = time.perf_counter()
+        sums = self._shadow.sums(one for one in segments if one in self._sums)
+        took_ms = (time.perf_counter() - started) * 1e3
+        runs = tuple(run for one in segments for run in self._changed(one, sums.get(one)))
+        return CopyPlan(runs, sums, tuple(one for one in segments if one not in sums), took_ms)
+
+    def _changed(self, segment: DeviceSegment, now: Sums | None) -> Iterator[Run]:
+        """Runs of chunks that differ from the copy; all of it where nothing is known."""
+        before = self._sums.get(segment)
+        if now is None or before is None:
+            yield Run(segment, 0, segment.size_bytes)
+            return
+        edges = np.flatnonzero(np.diff(np.r_[False, (now != before).any(axis=1), False])).reshape(-1, 2)
+        for first, end in edges.tolist():
+            yield Run(segment, first * CHUNK, (end - first) * CHUNK)
+
+    def begin(self, run: Run) -> None:
+        """See `Copies.begin`; a segment that was freed meanwhile needs none."""
+        if not self._driver.is_live(run.segment.allocation):
+            return
+        self._sums.pop(run.segment, None)  # until `accept` the copy is of nothing
+        host = self._buffers[run.segment].memory.address
+        self._driver.copy(host + run.offset, run.segment.address + run.offset, run.n_bytes)
+
+    def sum_rest(self, plan: CopyPlan) -> None:
+        """See `Copies.sum_rest`."""
+        plan.sums.update(self._shadow.sums(plan.unsummed))
+
+    def accept(self, plan: CopyPlan) -> None:
+        """See `Copies.accept`."""
+        self._sums.update(plan.sums)
+
+    def make_room(self, segments: Sequence[DeviceSegment], go_on: Callable[[int], bool]) -> None:
+        """See `Copies.make_room`; threads fetch the pages of the next buffers while earlier ones are locked."""
+        missing = [one for one in segments if one not in self._buffers]
+        rest = sum(one.size_bytes for one in missing)
+        coming: deque[tuple[DeviceSegment, Segment, list[Future[None]]]] = deque()
         threads = ThreadPoolExecutor(max_workers=max(1, min(_MAX_THREADS, usable_cpus())))
-        new = {one: Segment(one.size_bytes, populate=False) for one in segments if one not in self._buffers}
         try:
-            coming = {one: [threads.submit(_populate, *part) for part in _parts(new[one])] for one in new}
-            for segment in segments:
-                check()
-                if segment in new:
-                    self._lock(segment, new[segment], coming[segment])
-                self._driver.copy(self._buffers[segment].memory.address, segment.address, segment.size_bytes)
+            waiting = iter(missing)
+            while go_on(rest):
+                while len(coming) < _AHEAD and (one := next(waiting, None)) is not None:
+                    memory = Segment(one.size_bytes, populate=False)
+                    coming.append((one, memory, [threads.submit(_populate, *part) for part in _parts(memory)]))
+                if not coming:
+                    return
+                segment, memory, pages = coming.popleft()
+                self._lock(segment, memory, pages)
+                rest -= segment.size_bytes
         finally:
             threads.shutdown(cancel_futures=True)
-            self._driver.finish()
 
     def _lock(self, segment: DeviceSegment, memory: Segment, coming: Sequence[Future[None]]) -> None:
         try:
@@ -129,6 +236,7 @@ class HostCopies:
 
     def forget(self, segment: DeviceSegment) -> None:
         """See `Copies.forget`."""
+        self._sums.pop(segment, None)
         buffer = self._buffers.pop(segment, None)
         if buffer is None:
             return

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, TransitionOrderError
@@ -13,8 +14,10 @@ from omni_notebook.memory.books import StateBooks
 from omni_notebook.memory.device.checksum import Summer, digest, pieces
 from omni_notebook.memory.device.copies import Copies, HostCopies
 from omni_notebook.memory.device.segments import SegmentTable
-from omni_notebook.memory.device.tags import WHOLE, DeviceTag, KeptRange
+from omni_notebook.memory.device.shadow import Shadow
+from omni_notebook.memory.device.tags import WHOLE, DeviceTag, KeptRange, vllm_tag
 from omni_notebook.memory.device.tensors import ModuleTensors, plain_tensors, span_of
+from omni_notebook.memory.writeahead import WriteAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from omni_notebook.memory.base import HostMemory, Scope
     from omni_notebook.memory.device.checksum import TensorSums
     from omni_notebook.memory.device.driver import Driver, Probe
+    from omni_notebook.memory.device.segments import DeviceSegment
+    from omni_notebook.memory.device.shadow import Sums
     from omni_notebook.memory.device.tensors import Span
 
 
@@ -44,17 +49,21 @@ class DeviceCore:
     probe: Probe
     room: Callable[[], HostMemory]
     settle_s: float
+    expected_tags: tuple[str, ...] = (WEIGHTS, KV_CACHE)
     books: StateBooks[DeviceTag] = field(default_factory=StateBooks)
     closed: bool = False
 
     def __post_init__(self) -> None:
         self.table = SegmentTable(self.driver)
         self.modules = ModuleTensors(self.table)
-        self.copies: Copies = HostCopies(self.driver)
+        self.shadow = Shadow(self.driver)
+        self.copies: Copies = HostCopies(self.driver, self.shadow)
+        self.ahead = WriteAhead()
         self.records: dict[str, TensorSums] = {}
+        self._as_recorded: dict[str, dict[DeviceSegment, Sums]] = {}
         self._noted: tuple[float, Reading] | None = None
-        for name in (WEIGHTS, KV_CACHE):
-            self.books[name] = DeviceTag(name)
+        for name in self.expected_tags:
+            self.books[name] = vllm_tag(name)
         self.refresh()
 
     def check_open(self, step: str) -> None:
@@ -70,9 +79,10 @@ class DeviceCore:
     def refresh(self) -> None:
         """Take over what vLLM has allocated and freed since."""
         for gone in self.table.refresh():
+            self.ahead.stop()
             self.copies.forget(gone)
         for segment in self.table.all():
-            self.books.setdefault(segment.tag, DeviceTag(segment.tag))
+            self.books.setdefault(segment.tag, vllm_tag(segment.tag))
         for tag in self.books.values():
             tag.segments = self.table.of(tag.name)
             tag.kept = [one for one in tag.kept if one.segment in tag.segments]
@@ -147,11 +157,25 @@ class DeviceCore:
     def record(self, tag: DeviceTag) -> str:
         """Checksum a tag's registered tensors and remember it."""
         self.records[tag.name] = sums = self._sums(self.modules.spans(tag.name), lambda span: span.flat())
+        self._as_recorded[tag.name] = self.shadow.sums(tag.segments)
         return digest(sums)
 
     def is_as_recorded(self, tag: DeviceTag) -> bool:
-        """Whether the tensors on the device equal the record."""
+        """Whether the tensors on the device equal the record.
+
+        Where every byte of the segments is as it was then, so are the tensors; else these are read by themselves.
+        """
+        known = self._as_recorded.get(tag.name, {})
+        if known and known.keys() == set(tag.segments):
+            now = self.shadow.sums(tag.segments)
+            if now and all(np.array_equal(now[one], known[one]) for one in known):
+                return True
         return self._sums(self.modules.spans(tag.name), lambda span: span.flat()) == self.records[tag.name]
+
+    def forget_record(self, name: str) -> None:
+        """A tag is gone."""
+        self.records.pop(name, None)
+        self._as_recorded.pop(name, None)
 
     def has_copy(self, tag: DeviceTag) -> bool:
         """Whether a sleeping tag's contents are all on the host."""

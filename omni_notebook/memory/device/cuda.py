@@ -1,34 +1,54 @@
-"""NVIDIA GPUs: whether vLLM stages can sleep here."""
+"""NVIDIA GPUs: which stages can sleep here."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_notebook.memory.device.support import PlatformInfo, version_of, why_no_extension
+from omni_notebook.errors import UnsupportedError
+from omni_notebook.memory.device.support import PlatformInfo, folders_of, version_of, why_no_extension
 
 if TYPE_CHECKING:
     from omni_notebook.memory.base import MemoryPool
 
 
 def describe() -> PlatformInfo:
-    """Whether vLLM stages can sleep on this machine's NVIDIA GPUs."""
-    reason = _why_not()
+    """Which stages can sleep on this machine's NVIDIA GPUs; told without torch."""
+    reason = _why_no_gpu() or _why_no_torch()
     if reason is not None:
-        return PlatformInfo(platform="cuda", supported=False, reason=reason)
-    how = f"for vLLM stages, over the allocator of vLLM {version_of('vllm')}; measured by NVML"
-    return PlatformInfo(platform="cuda", supported=True, reason=how)
-
-
-def _why_not() -> str | None:
-    no_gpu = _why_no_gpu()
-    if no_gpu is not None:
-        return f"cuda: {no_gpu}"
+        return PlatformInfo(platform="cuda", supported=False, reason=f"cuda: {reason}")
     missing = why_no_extension("vllm", "cumem_allocator")
-    if missing == "is not installed":
-        return "vLLM is not installed; on cuda this version puts vLLM stages to sleep, no others"
-    return (
-        None if missing is None else "cuda: the vLLM that is installed was built without its CUDA allocator extension"
-    )
+    vllm = f"vLLM {missing}" if missing else f"vLLM stages over the allocator of vLLM {version_of('vllm')}"
+    return PlatformInfo(platform="cuda", supported=True, reason=f"stages of our own; {vllm}; measured by NVML")
+
+
+def _why_no_torch() -> str | None:
+    if not any(list((folder / "lib").glob("libtorch_cuda*.so")) for folder in folders_of("torch")):
+        return "the torch that is installed was built without CUDA"
+    return None
+
+
+def is_usable() -> bool:
+    """Whether torch, which this loads, can use a GPU in this process."""
+    import torch  # noqa: PLC0415
+
+    return bool(torch.cuda.is_available())
+
+
+def own_pool(index: int) -> MemoryPool:
+    """A pool for a stage of our own; see `memory.cuda.cuda_pool`.
+
+    Raises:
+        UnsupportedError: torch can not use such a device.
+    """
+    import torch  # noqa: PLC0415  (says what this process may use)
+
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or index >= count:
+        msg = f"cuda:{index}: torch sees {count} CUDA devices here (CUDA_VISIBLE_DEVICES says which)"
+        raise UnsupportedError(msg)
+    from omni_notebook.memory.cuda import cuda_pool  # noqa: PLC0415  (asks the device)
+
+    return cuda_pool(index)
 
 
 def _why_no_gpu() -> str | None:

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    import torch
+
 
 class Allocation(NamedTuple):
     """One segment in the allocator's books; `data` is the allocator's own entry, the allocation's identity."""
@@ -32,8 +34,12 @@ class Driver(Protocol):
     device: str
     device_name: str
 
+    def attach(self) -> None:
+        """Make the device the calling thread's own."""
+        ...
+
     def enter(self) -> None:
-        """Make the device the calling thread's own, and wait until it has done all that was started."""
+        """`attach`, and wait until the device has done all that was started."""
         ...
 
     def allocations(self) -> Mapping[int, Allocation]:
@@ -81,6 +87,18 @@ class Driver(Protocol):
 
     def zero(self, address: int, n_bytes: int) -> None:
         """Begin to fill device memory with zeroes, beside copies; `finish` waits for it."""
+        ...
+
+    def bytes_at(self, address: int, n_bytes: int) -> torch.Tensor | None:
+        """Mapped device memory as a uint8 tensor over the same bytes; None where the platform has no way to one."""
+        ...
+
+    def mark(self) -> Any:
+        """A mark behind all copies that were begun, for `reached`."""
+        ...
+
+    def reached(self, mark: Any) -> None:
+        """Wait until the device has come to a mark; once for each."""
         ...
 
     def wait(self) -> None:

@@ -19,6 +19,8 @@ from omni_notebook.memory.device.libhip import HipRuntime
 from omni_notebook.memory.device.vllm_driver import VllmDriver
 
 if TYPE_CHECKING:
+    import torch
+
     from omni_notebook.memory.device.driver import Allocation
 
 
@@ -86,6 +88,18 @@ class RocmDriver(VllmDriver):
         """See `Driver.clear_error`; a free or an allocation that failed leaves one; nothing is unmapped here."""
         with contextlib.suppress(RuntimeError):
             self._cumem.unmap_and_release((self._index, 0, 0, []))
+
+    def bytes_at(self, address: int, n_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
+        """See `Driver.bytes_at`: not tried."""
+        return None
+
+    def mark(self) -> int:
+        """See `Driver.mark`: a mark is reached with all that was begun, events were not tried."""
+        return 0
+
+    def reached(self, mark: int) -> None:  # noqa: ARG002
+        """See `Driver.reached`."""
+        self.wait()
 
     def pin(self, address: int, n_bytes: int) -> bool:
         """See `Driver.pin`."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from omni_notebook.memory.arena import no_memory
-from omni_notebook.memory.base import WEIGHTS, DeviceError, PrepareReport, SleepPlan, UnmapReport
+from omni_notebook.memory.base import DeviceError, PrepareReport, SleepPlan, UnmapReport
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
 from omni_notebook.memory.device.core import Reading
@@ -15,13 +18,17 @@ from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.protocol import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from omni_notebook.memory.base import Scope
+    from omni_notebook.memory.device.copies import CopyPlan
     from omni_notebook.memory.device.core import DeviceCore
+    from omni_notebook.memory.device.segments import DeviceSegment
     from omni_notebook.memory.device.tags import DeviceTag, KeptRange
 
 _POLL_S = 0.001
+_PLENTY = 2
+"""Host memory is taken ahead of a sleep while so many times as much as is still missing is free."""
 _SPARE = 4
 """A sleep without copies leaves locked host memory for later ones where the host has this many times as much free."""
 
@@ -31,9 +38,10 @@ class DeviceSleeping:
 
     def __init__(self, core: DeviceCore) -> None:
         self._core = core
+        self._late: CopyPlan | None = None
 
     def plan(self, level: int, names: Collection[str] | None) -> SleepPlan:
-        """See `CumemPool.plan`."""
+        """See `DevicePool.plan`."""
         check_level(level)
         books = self._core.books
         chosen = books.in_state(*TagState) if names is None else books.named(names)
@@ -46,10 +54,45 @@ class DeviceSleeping:
             tags={tag.name: tag.mapped_bytes for tag in awake},
         )
 
+    # ---------------------------------------------------------------------------------- ahead
+
+    def make_room_ahead(self) -> None:
+        """See `DevicePool.write_ahead`."""
+        core = self._core
+        core.ahead.stop()
+        missing = self._without_room()
+        if not missing:
+            return
+
+        def copy(stop: Callable[[], bool]) -> None:
+            core.driver.attach()
+            core.copies.make_room(missing, lambda rest: not stop() and core.room().available_bytes >= _PLENTY * rest)
+
+        core.ahead.start(copy)
+
+    def _without_room(self) -> list[DeviceSegment]:
+        """Awake segments that a level 1 would copy and that have no host memory for it yet."""
+        tags = [tag for tag in self._core.books.in_state(TagState.AWAKE) if tag.backed_up_at(1)]
+        return [one for tag in tags for one in tag.segments if not self._core.copies.has(one)]
+
+    def drop_copies(self) -> int:
+        """See `DevicePool.drop_copies`."""
+        self._core.ahead.stop()
+        before = host_bytes(self._core)
+        for tag in self._core.books.in_state(TagState.AWAKE):
+            self._forget(tag)
+        return before - host_bytes(self._core)
+
+    def has_room(self) -> bool:
+        """Whether a level 1 would find all host memory that it needs."""
+        return not self._without_room()
+
     # -------------------------------------------------------------------------------- prepare
 
-    def prepare(self, level: int, names: Collection[str] | None, cancelled: Callable[[], bool] | None) -> PrepareReport:
-        """See `CumemPool.prepare_sleep`."""
+    def prepare(
+        self, level: int, names: Collection[str] | None, cancelled: Callable[[], bool] | None, *, late_copy: bool
+    ) -> PrepareReport:
+        """See `DevicePool.prepare_sleep`."""
         check_level(level)
         core = self._core
         core.begin("prepare_sleep")
@@ -57,6 +100,7 @@ class DeviceSleeping:
         core.books.require_none(TagState.PREPARED, "prepare_sleep")
         core.books.require_none(TagState.MAPPED, "prepare_sleep")
         core.require_own(chosen, "prepare_sleep")
+        core.ahead.stop()
         started = time.perf_counter()
         modified = self._modified(chosen, level)
         checksum_ms = (time.perf_counter() - started) * 1e3
@@ -65,21 +109,24 @@ class DeviceSleeping:
         ranges = {tag.name: [] if tag in backed else core.kept_ranges(tag) for tag in chosen}
         self._check_room(backed, chosen, ranges)
         try:
-            self._copy(backed, cancelled)
+            plan = self._plan_copies(backed, cancelled)
+            if not late_copy:
+                self._copy(plan, cancelled)
             kept = {name: self._read(several) for name, several in ranges.items()}
         except BaseException:
             self._forget_created(backed)
             raise
-        copy_ms = (time.perf_counter() - started) * 1e3
+        copy_ms = (time.perf_counter() - started) * 1e3 - plan.checksum_ms
+        self._late = plan if late_copy else None
         for tag in chosen:
             tag.prepare(level, self._kind(tag, level, kept[tag.name]), kept[tag.name])
-        return self._report(chosen, backed, modified, checksum_ms, copy_ms)
+        return self._report(chosen, backed, plan, modified, checksum_ms + plan.checksum_ms, copy_ms)
 
     def _modified(self, chosen: Sequence[DeviceTag], level: int) -> bool | None:
-        weights = next((tag for tag in chosen if tag.name == WEIGHTS), None)
-        if weights is None or level == 1 or WEIGHTS not in self._core.records:
+        recorded = [tag for tag in chosen if tag.name in self._core.records]
+        if level == 1 or not recorded:
             return None
-        return not self._core.is_as_recorded(weights)
+        return not all(self._core.is_as_recorded(tag) for tag in recorded)
 
     def _check_room(
         self, backed: Sequence[DeviceTag], chosen: Sequence[DeviceTag], ranges: Mapping[str, Sequence[KeptRange]]
@@ -97,14 +144,22 @@ class DeviceSleeping:
         for tag in chosen:
             tag.keeps_room = free >= _SPARE * self._core.copies.held_bytes()
 
-    def _copy(self, tags: Sequence[DeviceTag], cancelled: Callable[[], bool] | None) -> None:
-        def check() -> None:
-            if cancelled is not None and cancelled():
-                raise sleep_cancelled()
-
+    def _plan_copies(self, tags: Sequence[DeviceTag], cancelled: Callable[[], bool] | None) -> CopyPlan:
         for tag in tags:
             tag.created = [one for one in tag.segments if not self._core.copies.has(one)]
-        self._core.copies.save([segment for tag in tags for segment in tag.segments], check)
+        segments = [segment for tag in tags for segment in tag.segments]
+        return self._core.copies.plan(segments, lambda: _check(cancelled))
+
+    def _copy(self, plan: CopyPlan, cancelled: Callable[[], bool] | None) -> None:
+        copies = self._core.copies
+        try:
+            for run in plan.runs:
+                _check(cancelled)
+                copies.begin(run)
+            copies.sum_rest(plan)
+        finally:
+            self._core.driver.finish()
+        copies.accept(plan)
 
     def _kept_bytes(self, tag: DeviceTag) -> int:
         return sum(kept.n_bytes for kept in self._core.kept_ranges(tag))
@@ -133,20 +188,20 @@ class DeviceSleeping:
         self,
         chosen: Sequence[DeviceTag],
         backed: Sequence[DeviceTag],
+        plan: CopyPlan,
         modified: bool | None,
         checksum_ms: float,
         copy_ms: float,
     ) -> PrepareReport:
         dropping = [tag for tag in chosen if tag not in backed and not tag.keeps_room]
         dropped = sum(one.size_bytes for tag in dropping for one in tag.segments if self._core.copies.has(one))
-        copied = sum(tag.span_bytes for tag in backed)
-        copied += sum(len(data) for tag in chosen for data in tag.kept_data.values())
+        kept = sum(len(data) for tag in chosen for data in tag.kept_data.values())
         return PrepareReport(
             backup={tag.name: tag.backup for tag in chosen},
             backup_location="host memory" if any(tag.backup for tag in chosen) else None,
             host_backup_bytes=host_bytes(self._core) - dropped,
-            copied_bytes=copied,
-            skipped_clean_bytes=0,
+            copied_bytes=plan.copied_bytes + kept,
+            skipped_clean_bytes=sum(tag.span_bytes for tag in backed) - plan.copied_bytes,
             modified=modified,
             checksum_ms=checksum_ms,
             copy_ms=copy_ms,
@@ -155,7 +210,7 @@ class DeviceSleeping:
     # --------------------------------------------------------------------------------- commit
 
     def commit(self) -> UnmapReport:
-        """See `CumemPool.commit_sleep`."""
+        """See `DevicePool.commit_sleep`."""
         core = self._core
         core.check_open("commit_sleep")
         chosen = core.books.select(None, TagState.PREPARED, "commit_sleep")
@@ -171,15 +226,16 @@ class DeviceSleeping:
                 report = self._unmap_measured(
                     chosen, core.reading(), _device_note(core.probe.device_source, alone=alone)
                 )
+        self._late = None
         for tag in chosen:
             tag.state, tag.created = TagState.ASLEEP, []
             if tag.backup not in WHOLE and not tag.keeps_room:
                 self._forget(tag)
-        took_ms = (time.perf_counter() - started) * 1e3
-        return UnmapReport(expected_bytes=expected, unmap_ms=took_ms, **report)  # type: ignore[arg-type]
+        took_ms = (time.perf_counter() - started) * 1e3 - report.copy_ms
+        return msgspec.structs.replace(report, expected_bytes=expected, unmap_ms=took_ms)
 
-    def _unmap_measured(self, chosen: Sequence[DeviceTag], before: Reading, note: str | None) -> dict[str, object]:
-        released, notes = self._unmap(chosen)
+    def _unmap_measured(self, chosen: Sequence[DeviceTag], before: Reading, note: str | None) -> UnmapReport:
+        released, notes, copy_ms = self._unmap(chosen)
         try:
             observed = self._observe(before, sum(released.values()))
         except DeviceError as error:
@@ -188,30 +244,86 @@ class DeviceSleeping:
         if note is not None:
             notes.append(f"{note}: {gib(observed)} GiB left it")
         freed = _capped(released, observed) if before.scope == "process" else released
-        return {
-            "freed": freed,
-            "observed_bytes": observed,
-            "scope": before.scope,
-            "note": "; ".join(notes) or None,
-        }
+        return UnmapReport(
+            freed=freed,
+            expected_bytes=0,
+            observed_bytes=observed,
+            scope=before.scope,
+            unmap_ms=0.0,
+            note="; ".join(notes) or None,
+            copy_ms=copy_ms,
+        )
 
-    def _unmap(self, chosen: Sequence[DeviceTag]) -> tuple[dict[str, int], list[str]]:
-        """Unmap all; bytes released by tag, and what went wrong.
+    def _unmap(self, chosen: Sequence[DeviceTag]) -> tuple[dict[str, int], list[str], float]:
+        """Unmap all, each behind its copy; bytes released by tag, what went wrong, milliseconds until the last copy.
 
         Raises:
-            DeviceError: the driver refused every single one; all is still mapped, with its contents.
+            DeviceError: the driver refused every single one, or a copy; all is mapped, with its contents.
         """
         released = dict.fromkeys((tag.name for tag in chosen), 0)
         errors: list[DeviceError] = []
-        for tag in chosen:
-            for segment in tag.slept:
+        gone: list[DeviceSegment] = []
+        started = last = time.perf_counter()
+        try:
+            for segment in self._in_order_of_copies([segment for tag in chosen for segment in tag.slept]):
+                last = time.perf_counter()
                 try:
-                    released[tag.name] += self._core.table.unmap(segment)
+                    released[segment.tag] += self._core.table.unmap(segment)
+                    gone.append(segment)
                 except DeviceError as error:
                     errors.append(error)
-        if errors and not any(released.values()) and not any(error.lost for error in errors):
+        except DeviceError:
+            self._put_back(gone)
+            raise
+        if errors and not gone and not any(error.lost for error in errors):
             raise errors[0]
-        return released, list(dict.fromkeys(map(str, errors)))
+        copy_ms = (last - started) * 1e3 if self._late is not None and self._late.runs else 0.0
+        return released, list(dict.fromkeys(map(str, errors))), copy_ms
+
+    def _in_order_of_copies(self, segments: Sequence[DeviceSegment]) -> Iterator[DeviceSegment]:
+        """The segments, those that must be copied first after the others and each once its copy is there.
+
+        Raises:
+            DeviceError: a copy failed.
+        """
+        if self._late is None:
+            yield from segments
+            return
+        copies, driver = self._core.copies, self._core.driver
+        marks: dict[DeviceSegment, Any] = {}
+        for run, following in zip(self._late.runs, (*self._late.runs[1:], None), strict=True):
+            copies.begin(run)
+            if following is None or following.segment is not run.segment:
+                marks[run.segment] = driver.mark()
+        copies.sum_rest(self._late)
+        yield from (segment for segment in segments if segment not in marks)
+        for segment, mark in marks.items():
+            driver.reached(mark)
+            yield segment
+        driver.finish()
+        copies.accept(self._late)
+
+    def _put_back(self, segments: Sequence[DeviceSegment]) -> None:
+        """Map again what was unmapped, with its contents; without them nothing of this pool is to be used any more.
+
+        Raises:
+            DeviceError: that failed too.
+        """
+        core = self._core
+        try:
+            with contextlib.suppress(DeviceError):
+                core.driver.finish()
+            for segment in segments:
+                core.table.map(segment)
+                if core.copies.has(segment):
+                    core.copies.load(segment)
+                else:
+                    core.driver.zero(segment.address, segment.size_bytes)
+            core.driver.finish()
+        except DeviceError as error:
+            core.closed = True
+            msg = f"{error}; a copy had failed, and memory could not be put back as it was: restart the stage"
+            raise DeviceError(msg, lost=True) from error
 
     def _observe(self, before: Reading, released: int) -> int:
         """Bytes that left since `before`, measured; the driver's books get a moment to follow.
@@ -238,15 +350,17 @@ class DeviceSleeping:
             self._core.copies.forget(segment)
 
     def abort(self) -> None:
-        """See `CumemPool.abort_sleep`."""
+        """See `DevicePool.abort_sleep`."""
+        self._late = None
         prepared = self._core.books.in_state(TagState.PREPARED)
         self._forget_created(prepared)
         for tag in prepared:
             tag.wake()
 
     def drop_backup(self, names: Collection[str] | None) -> int:
-        """See `CumemPool.drop_backup`."""
+        """See `DevicePool.drop_backup`."""
         chosen = self._core.books.select(names, TagState.ASLEEP, "drop_backup")
+        self._core.ahead.stop()
         before = host_bytes(self._core)
         for tag in chosen:
             tag.level = 2
@@ -259,6 +373,11 @@ class DeviceSleeping:
 
     def _from_copy(self, kept: KeptRange) -> bytearray:
         return bytearray(self._core.copies.read(kept.segment, kept.offset, kept.n_bytes))
+
+
+def _check(cancelled: Callable[[], bool] | None) -> None:
+    if cancelled is not None and cancelled():
+        raise sleep_cancelled()
 
 
 def host_bytes(core: DeviceCore) -> int:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from omni_notebook.memory.device.segments import DeviceSegment
 
 WORKSPACE = "workspace"
-RECOMPUTABLE = frozenset({KV_CACHE, WORKSPACE})
-"""vLLM's tags whose contents nobody needs after a sleep. All others but `weights` are backed up at every level."""
+_RECOMPUTABLE = frozenset({KV_CACHE, WORKSPACE})
 
 WHOLE = frozenset({"pinned", "pageable"})
 """Kinds of backups that hold all of a tag."""
@@ -36,11 +35,15 @@ class KeptRange(NamedTuple):
 class DeviceTag:
     """One tag; `segments` as of the last refresh.
 
+    `recomputable`: nobody needs its contents after a sleep. `kept_whole`: no checkpoint has what it holds, every level
+    backs all of it up.
     `slept`: the segments that its sleep is about; later ones stay as they are. `created`: of these, whose copy got its
     room from this sleep. `keeps_room`: the memory of its last copies outlives a sleep that makes none.
     """
 
     name: str
+    recomputable: bool
+    kept_whole: bool = False
     state: TagState = TagState.AWAKE
     level: int = 0
     backup: str | None = None
@@ -52,16 +55,6 @@ class DeviceTag:
     kept_data: dict[KeptRange, bytearray] = field(default_factory=dict)
     slept: list[DeviceSegment] = field(default_factory=list)
     created: list[DeviceSegment] = field(default_factory=list)
-
-    @property
-    def recomputable(self) -> bool:
-        """Whether its contents need no backup."""
-        return self.name in RECOMPUTABLE
-
-    @property
-    def kept_whole(self) -> bool:
-        """Whether no checkpoint has what it holds, so that every level backs all of it up."""
-        return not self.recomputable and self.name != WEIGHTS
 
     @property
     def span_bytes(self) -> int:
@@ -98,3 +91,9 @@ class DeviceTag:
     def needs_restore(self) -> bool:
         """Whether a backup waits to be copied back."""
         return not self.restored and self.backup is not None
+
+
+def vllm_tag(name: str) -> DeviceTag:
+    """What vLLM means by a tag: caches and workspaces are dropped, weights have a checkpoint, all else is kept."""
+    recomputable = name in _RECOMPUTABLE
+    return DeviceTag(name, recomputable, kept_whole=not recomputable and name != WEIGHTS)

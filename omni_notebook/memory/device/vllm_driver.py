@@ -15,13 +15,13 @@ import torch
 
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.memory.device import libcuda
-from omni_notebook.memory.device.allocator import AllocatorDriver
+from omni_notebook.memory.device.cuda_driver import CudaDriver
 
 if TYPE_CHECKING:
     from omni_notebook.memory.device.driver import Allocation
 
 
-class VllmDriver(AllocatorDriver):
+class VllmDriver(CudaDriver):
     """Drives the `CuMemAllocator` of this process on one device.
 
     Args:
@@ -32,16 +32,13 @@ class VllmDriver(AllocatorDriver):
         platform: "cuda", or "rocm" where the allocator was built for HIP.
     """
 
-    name = "CUDA"
-
     def __init__(
         self, index: int, cumem: Any, *, cuda: Any = torch.cuda, driver: Any = libcuda, platform: str = "cuda"
     ) -> None:
-        super().__init__(platform, index, cumem.CuMemAllocator.get_instance(), cumem.init_module, cuda)
+        super().__init__(
+            platform, index, cumem.CuMemAllocator.get_instance(), cumem.init_module, cuda=cuda, driver=driver
+        )
         self._cumem = cumem
-        self._driver = driver
-        self._copying = self._filling = 0  # streams, made when first used
-        self._busy: set[int] = set()
         # vLLM is awake when this is made: a driver that calls nothing mapped can not be asked.
         self._tells = any(driver.is_mapped(address) is True for address in self.allocations())
 
@@ -73,41 +70,6 @@ class VllmDriver(AllocatorDriver):
         """See `Driver.clear_error`: the extension forgets an error once it has raised one."""
         with contextlib.suppress(RuntimeError):
             self._cumem.unmap_and_release((self._index, 0, 0, 0))
-
-    # ----------------------------------------------------------------------------------- bytes
-
-    def copy(self, to: int, source: int, n_bytes: int) -> None:
-        """See `Driver.copy`."""
-        self._copying = self._copying or self._driver.new_stream()
-        self._busy.add(self._copying)
-        self._driver.copy(to, source, n_bytes, self._copying)
-
-    def zero(self, address: int, n_bytes: int) -> None:
-        """See `Driver.zero`."""
-        self._filling = self._filling or self._driver.new_stream()
-        self._busy.add(self._filling)
-        self._driver.zero(address, n_bytes, self._filling)
-
-    def wait(self) -> None:
-        """See `Driver.wait`."""
-        for stream in tuple(self._busy):
-            self._driver.wait(stream)
-
-    def finish(self) -> None:
-        """See `Driver.finish`."""
-        self.wait()
-        self._busy.clear()
-
-    def pin(self, address: int, n_bytes: int) -> bool:
-        """See `Driver.pin`."""
-        pinned = int(self._torch.cudart().cudaHostRegister(address, n_bytes, 0)) == 0
-        if not pinned:
-            self._cumem.libcudart.lib.cudaGetLastError()  # or the next kernel's check finds it
-        return pinned
-
-    def unpin(self, address: int) -> None:
-        """See `Driver.unpin`."""
-        self._torch.cudart().cudaHostUnregister(address)
 
 
 def why_no_cumem() -> str | None:

@@ -36,7 +36,7 @@ class DeviceWaking:
         self._core = core
 
     def map(self, names: Collection[str] | None, stop: Callable[[], bool] = never) -> MapReport:
-        """See `CumemPool.map`."""
+        """See `DevicePool.map`."""
         self._core.begin("map")
         chosen = self._core.books.select(names, TagState.ASLEEP, "map")
         started = time.perf_counter()
@@ -118,7 +118,7 @@ class DeviceWaking:
             raise errors[0]
 
     def restore(self, names: Collection[str] | None) -> RestoreReport:
-        """See `CumemPool.restore`."""
+        """See `DevicePool.restore`."""
         self._core.begin("restore")
         chosen = self._core.books.select(names, TagState.MAPPED, "restore")
         started = time.perf_counter()
@@ -153,7 +153,7 @@ class DeviceWaking:
         )
 
     def map_restore(self, names: Collection[str] | None, stop: Callable[[], bool]) -> tuple[MapReport, RestoreReport]:
-        """See `CumemPool.map_restore`."""
+        """See `DevicePool.map_restore`."""
         self._core.begin("map_restore")
         chosen = self._core.books.select(names, TagState.ASLEEP, "map_restore")
         whole = {segment for tag in chosen if tag.backup in WHOLE for segment in tag.sleeping_segments()}
@@ -174,7 +174,7 @@ class DeviceWaking:
         return MapReport(mapped_bytes=mapped, map_ms=(done - started) * 1e3), restored
 
     def commit(self) -> None:
-        """See `CumemPool.commit_wake`."""
+        """See `DevicePool.commit_wake`."""
         chosen = self._core.books.select(None, TagState.MAPPED, "commit_wake")
         for tag in chosen:
             if tag.needs_restore():
@@ -184,7 +184,7 @@ class DeviceWaking:
             tag.wake()
 
     def abort(self) -> None:
-        """See `CumemPool.abort_wake`."""
+        """See `DevicePool.abort_wake`."""
         mapped = self._core.books.in_state(TagState.MAPPED)
         if mapped:
             self._core.driver.enter()

@@ -62,7 +62,14 @@ class VllmRank(ControlOrders):
         self._ballast = Ballast(self._pool, spec.config.ballast_bytes)
         acks = AckBuilder(self._where, device=self._pool.device, device_name=self._pool.device_name)
         self._control = Control(
-            Rank(pool=self._pool, runner=self._runner, weights=self._weights, ballast=self._ballast, acks=acks)
+            Rank(
+                pool=self._pool,
+                runner=self._runner,
+                weights=self._weights,
+                ballast=self._ballast,
+                acks=acks,
+                alone=self._size * spec.config.num_replicas == 1,
+            )
         )
         for name in ("sleep", "wake_up"):
             setattr(worker, name, self._refusal(name))

@@ -1,0 +1,78 @@
+"""What drivers for CUDA devices share, whoever allocates: copies, fills, page-locked host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omni_notebook.memory.device.allocator import AllocatorDriver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+class CudaDriver(AllocatorDriver):
+    """The part of a `Driver` for CUDA that moves bytes.
+
+    Args:
+        platform, index, allocator, init_module: see `AllocatorDriver`.
+        cuda: `torch.cuda`.
+        driver: `memory.device.libcuda`, or what has its functions.
+    """
+
+    name = "CUDA"
+
+    def __init__(
+        self, platform: str, index: int, allocator: Any, init_module: Callable[..., Any], *, cuda: Any, driver: Any
+    ) -> None:
+        super().__init__(platform, index, allocator, init_module, cuda)
+        self._driver = driver
+        self._copying = self._filling = 0  # streams, made when first used
+        self._busy: set[int] = set()
+
+    def copy(self, to: int, source: int, n_bytes: int) -> None:
+        """See `Driver.copy`."""
+        self._copying = self._copying or self._driver.new_stream()
+        self._busy.add(self._copying)
+        self._driver.copy(to, source, n_bytes, self._copying)
+
+    def zero(self, address: int, n_bytes: int) -> None:
+        """See `Driver.zero`."""
+        self._filling = self._filling or self._driver.new_stream()
+        self._busy.add(self._filling)
+        self._driver.zero(address, n_bytes, self._filling)
+
+    def bytes_at(self, address: int, n_bytes: int) -> torch.Tensor | None:
+        """See `Driver.bytes_at`."""
+        found: torch.Tensor = self._driver.tensor_at(self._index, address, n_bytes, None)
+        return found
+
+    def mark(self) -> int:
+        """See `Driver.mark`."""
+        self._copying = self._copying or self._driver.new_stream()
+        mark: int = self._driver.record_event(self._copying)
+        return mark
+
+    def reached(self, mark: int) -> None:
+        """See `Driver.reached`."""
+        self._driver.wait_event(mark)
+
+    def wait(self) -> None:
+        """See `Driver.wait`."""
+        for stream in tuple(self._busy):
+            self._driver.wait(stream)
+
+    def finish(self) -> None:
+        """See `Driver.finish`."""
+        self.wait()
+        self._busy.clear()
+
+    def pin(self, address: int, n_bytes: int) -> bool:
+        """See `Driver.pin`."""
+        pinned: bool = self._driver.pin(address, n_bytes)
+        return pinned
+
+    def unpin(self, address: int) -> None:
+        """See `Driver.unpin`."""
+        self._driver.unpin(address)

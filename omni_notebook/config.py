@@ -144,6 +144,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         dtype: of weights and activations; "auto" = float32 on CPU, the checkpoint's elsewhere.
         backup: level 1's host copy: our own spill file, or the mapped checkpoint.
         spill_dir: where unlinked spill files live; None = the system's temporary folder.
+        cuda_graphs: on a GPU: our own models replay captured passes; a diffusers pipeline or vLLM decides by itself.
         gpu_memory_utilization: share of the device that a stage may take.
         trust_remote_code: whether code that comes with a model may run.
 
@@ -172,6 +173,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: DType = "auto"
     backup: BackupKind = "spill"
     spill_dir: str | None = None
+    cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
     trust_remote_code: bool = False
 

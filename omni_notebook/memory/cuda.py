@@ -11,6 +11,7 @@ from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.adoption import Adoption
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, TransitionOrderError
 from omni_notebook.memory.books import TagState
+from omni_notebook.memory.device.measuring import PROCESS
 from omni_notebook.memory.device.pool import DevicePool
 from omni_notebook.memory.device.ranges import Range, RangeDriver
 from omni_notebook.memory.device.settings import refuse_expandable_segments
@@ -57,7 +58,7 @@ class CudaPool(DevicePool):
             TransitionOrderError: the tag is not awake.
             OutOfMemoryError: no room; the module is as before.
         """
-        with self._lock:
+        with self._lock, PROCESS:
             book = self._open_tag(tag, recomputable=False)
             adoption = Adoption(module, skip=self._has, device=self.device, part_bytes=PART_BYTES)
             adoption.move_into(self._take(book, adoption.parts))
@@ -78,7 +79,7 @@ class CudaPool(DevicePool):
             msg = f"shape={tuple(shape)}: sizes must not be negative"
             raise ArgumentError(msg)
         n_bytes = torch.Size(shape).numel() * dtype.itemsize
-        with self._lock:
+        with self._lock, PROCESS:
             book = self._open_tag(tag, recomputable=recomputable)
             if n_bytes == 0:
                 return torch.empty(tuple(shape), dtype=dtype, device=self.device)
@@ -151,7 +152,7 @@ class CudaPool(DevicePool):
             ArgumentError: the tag is unknown.
             TransitionOrderError: it is not awake.
         """
-        with self._lock:
+        with self._lock, PROCESS:
             self._core.begin("discard")
             (book,) = self._core.books.select((tag,), TagState.AWAKE, "discard")
             for segment in book.segments:

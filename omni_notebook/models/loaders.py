@@ -17,7 +17,7 @@ from omni_notebook.memory.device.reader import FilePiece
 from omni_notebook.models.places import Places, sliced_shape, some
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -77,10 +77,10 @@ def read_metadata(folder: str | Path) -> dict[str, str]:
         return dict(_open(stack, checkpoint_files(folder)[0]).metadata() or {})
 
 
-def checkpoint_dtype(folder: str | Path) -> torch.dtype:
-    """Return the type of most of a checkpoint's floating point bytes; float32 where it has none."""
+def checkpoint_dtype(files: Iterable[Path]) -> torch.dtype:
+    """Return the type of most of the floating point bytes in a checkpoint's files; float32 where they have none."""
     sizes: Counter[torch.dtype] = Counter()
-    for file in checkpoint_files(folder):
+    for file in files:
         with ExitStack() as stack:
             handle = _open(stack, file)
             for name in handle.keys():  # noqa: SIM118
@@ -163,45 +163,63 @@ def load_into(
         if target.is_meta:
             msg = f"{name} has no memory yet; give the module storage before loading into it"
             raise ConfigError(msg)
-    read = {} if reader is None else _pieces(places, folder)
-    if reader is not None and sum(piece.n_bytes for piece in read.values()) >= _LEAST_BYTES:
-        try:
-            reader.read(read.values(), between or _nothing)
-        except OSError as error:
-            msg = f"{folder}: cannot be read: {error}"
-            raise ConfigError(msg) from error
-    else:
-        read = {}
+    done = read_straight(checkpoint_files(folder), places.targets, places.parts, reader, between)
     with torch.no_grad():
-        for name, tensor in iter_tensors(folder, places.targets.keys() - read.keys(), places.parts):
+        for name, tensor in iter_tensors(folder, places.targets.keys() - done, places.parts):
             if between is not None:
                 between()
             places.targets[name].copy_(tensor)
+
+
+def read_straight(
+    files: Iterable[Path],
+    targets: Mapping[str, Tensor],
+    slices: Slices,
+    reader: FileReader | None,
+    between: Callable[[], None] | None = None,
+) -> set[str]:
+    """Have `reader` read those tensors whose bytes in the files are the bytes in their targets; return their names.
+
+    Few bytes are left to the caller, as everything is where there is no reader. between: called now and then; may
+    raise. Raises ConfigError where a file can not be read to the end.
+    """
+    pieces = {} if reader is None else _pieces(files, targets, slices)
+    if reader is None or sum(piece.n_bytes for piece in pieces.values()) < _LEAST_BYTES:
+        return set()
+    try:
+        reader.read(pieces.values(), between or _nothing)
+    except OSError as error:
+        msg = f"a checkpoint cannot be read: {error}"
+        raise ConfigError(msg) from error
+    return set(pieces)
 
 
 def _nothing() -> None:
     """Nobody asks to stop."""
 
 
-def _pieces(places: Places, folder: str | Path) -> dict[str, FilePiece]:
-    """Those tensors of a checkpoint whose bytes in the file are the bytes in the module, one run each."""
+def _pieces(files: Iterable[Path], targets: Mapping[str, Tensor], slices: Slices) -> dict[str, FilePiece]:
+    """The tensors that are one run of bytes in a file, and the same in their targets."""
     found: dict[str, FilePiece] = {}
-    for file in checkpoint_files(folder):
+    for file in files:
         start, table = _header(file)
-        for name, target in places.targets.items():
-            entry = table.get(name)
-            if entry is None or _TYPES.get(entry["dtype"]) != target.dtype or not target.is_contiguous():
-                continue
-            rows = _rows(entry["shape"], places.parts.get(name))
-            if rows is not None and target.numel():
-                first, last = entry["data_offsets"]
-                row_bytes = (last - first) // max(entry["shape"][0], 1) if entry["shape"] else last - first
-                piece = FilePiece(
-                    file, start + first + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes, target.data_ptr()
-                )
-                if piece.n_bytes == target.nbytes:
-                    found[name] = piece
+        for name in table.keys() & targets.keys():
+            entry, target = table[name], targets[name]
+            if _TYPES.get(entry["dtype"]) == target.dtype and target.is_contiguous() and target.numel():
+                run = _run(entry, slices.get(name))
+                if run is not None and run[1] == target.nbytes:
+                    found[name] = FilePiece(file, start + run[0], run[1], target.data_ptr())
     return found
+
+
+def _run(entry: Mapping[str, Any], part: tuple[slice, ...] | None) -> tuple[int, int] | None:
+    """Where a part of a tensor begins in its file's data, and its bytes; None where it is not one run."""
+    first, last = entry["data_offsets"]
+    rows = _rows(entry["shape"], part)
+    if rows is None:
+        return None
+    row_bytes = (last - first) // max(entry["shape"][0], 1) if entry["shape"] else last - first
+    return first + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes
 
 
 def _rows(shape: Sequence[int], part: tuple[slice, ...] | None) -> tuple[int, int] | None:

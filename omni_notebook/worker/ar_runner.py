@@ -9,7 +9,7 @@ import torch
 
 from omni_notebook.memory.base import KV_CACHE
 from omni_notebook.models.decoder import Decoder, DecoderConfig
-from omni_notebook.models.loaders import read_config
+from omni_notebook.models.loaders import checkpoint_files, read_config
 from omni_notebook.models.parallel import SOLO
 from omni_notebook.models.tokenizer import PlanGrammar
 from omni_notebook.worker.batches import ArBatch, SequenceAnswer, SequenceStep
@@ -41,9 +41,14 @@ class ArRunner(ModelRunner):
 
     def build(self, pool: MemoryPool, parallel: TensorParallel = SOLO) -> None:
         """The decoder, or this rank's part of it, in the pool; the KV cache of its heads beside it."""
-        dtype = torch_dtype(self._config.dtype, pool.device, self._config.model)
+        dtype = torch_dtype(self._config.dtype, pool.device, lambda: checkpoint_files(self._config.model))
         self._place(lambda: Decoder(self._shape, parallel), dtype, pool)
         self._kv = pool.empty(self._shape.kv_shape(self._slots, self._max_len, parallel.size), dtype, KV_CACHE)
+        self._decode = self._graphed(self._run, self._config)
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self._model(tokens, positions, self._kv, slots)
+        return states
 
     @torch.inference_mode()
     def execute(self, batch: ArBatch, weight_version: Callable[[], str]) -> list[SequenceAnswer]:  # noqa: ARG002
@@ -62,9 +67,9 @@ class ArRunner(ModelRunner):
         tokens = self._longs([s.token_ids for s in steps])
         positions = self._longs([range(s.start, s.start + len(s.token_ids)) for s in steps])
         slots = self._longs([s.slot for s in steps])
-        with self.loras.applied([s.lora_id for s in steps]):
-            states: torch.Tensor = self._model(tokens, positions, self._kv, slots)
-        return states
+        with self.loras.applied([s.lora_id for s in steps]) as adapted:
+            run = self._run if adapted or tokens.shape[1] > 1 else self._decode
+            return run(tokens, positions, slots)
 
     def _longs(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)

@@ -10,7 +10,7 @@ import torch
 
 from omni_notebook.models.dit import DiT, DiTConfig
 from omni_notebook.models.flow import denoise_step, initial_noise, timesteps
-from omni_notebook.models.loaders import read_config
+from omni_notebook.models.loaders import checkpoint_files, read_config
 from omni_notebook.models.parallel import SOLO
 from omni_notebook.worker.batches import BatchCancelledError, DiffusionBatch, Executed, StepBatch
 from omni_notebook.worker.conditioning import Conditioner
@@ -44,9 +44,10 @@ class DiffusionRunner(ModelRunner):
     def build(self, pool: MemoryPool, parallel: TensorParallel = SOLO) -> None:
         """The DiT, or this rank's part of it, in the pool."""
         self._parallel = parallel
-        dtype = torch_dtype(self._config.dtype, pool.device, self._config.model)
+        dtype = torch_dtype(self._config.dtype, pool.device, lambda: checkpoint_files(self._config.model))
         self._place(lambda: DiT(self._shape, parallel), dtype, pool)
         self._conditioner.place(self._device, dtype)
+        self._denoise = self._graphed(self._model, self._config)
 
     @torch.inference_mode()
     def execute(self, batch: DiffusionBatch | StepBatch, weight_version: Callable[[], str]) -> Deferred:
@@ -57,19 +58,20 @@ class DiffusionRunner(ModelRunner):
 
     def _turn(self, batch: StepBatch, weight_version: Callable[[], str]) -> Deferred:
         version = weight_version()
-        with self.loras.applied([batch.lora_id] * len(batch.images)):
-            images = self._steps.turn(self._model, batch)
+        with self.loras.applied([batch.lora_id] * len(batch.images)) as adapted:
+            images = self._steps.turn(self._model if adapted else self._denoise, batch)
         return Deferred(Executed(step_versions=((version, 1),)), lambda: step_answers(images, batch.images))
 
     def _whole(self, batch: DiffusionBatch, weight_version: Callable[[], str]) -> Deferred:
         noise = [self._conditioner.placed(initial_noise(self._shape.image_shape, one.seed)) for one in batch.images]
         condition, times = self._conditioner.batch(batch.images), timesteps(batch.num_inference_steps)
         images, versions = torch.stack(noise), []
-        with self.loras.applied([image.lora_id for image in batch.images]):
+        with self.loras.applied([image.lora_id for image in batch.images]) as adapted:
+            model = self._model if adapted else self._denoise
             for index in range(batch.num_inference_steps):
                 self._stop_if_cancelled(batch.batch_id)
                 versions.append(weight_version())
-                images = denoise_step(self._model, images, index, times, condition, batch.guidance_scale)
+                images = denoise_step(model, images, index, times, condition, batch.guidance_scale)
         steps = tuple((version, len(list(run))) for version, run in groupby(versions))
         return Deferred(Executed(step_versions=steps), lambda: answers(images))
 

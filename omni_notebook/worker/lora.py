@@ -103,8 +103,8 @@ class Loras:
         self._pinned.discard(lora_id)
 
     @contextmanager
-    def applied(self, lora_ids: Sequence[int]) -> Iterator[None]:
-        """Within it the rows of a batch that the model runs use these adapters, one a row, 0 = none.
+    def applied(self, lora_ids: Sequence[int]) -> Iterator[bool]:
+        """Within it the rows of a batch that the model runs use these adapters, one a row, 0 = none; whether any does.
 
         A batch of n times as many rows uses them n times over.
 
@@ -115,7 +115,7 @@ class Loras:
         slots = {lora_id: self._bring(lora_id, needed) for lora_id in needed}
         self._bank.rows = _Rows([slots.get(lora_id) for lora_id in lora_ids]) if needed else None
         try:
-            yield
+            yield bool(needed)
         finally:
             self._bank.rows = None
 

@@ -10,27 +10,30 @@ import torch
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.models.loaders import check_fits, checkpoint_dtype, checkpoint_files, load_into
 from omni_notebook.models.places import Places
+from omni_notebook.worker.graphs import NO_GRAPHS, Graphs
 from omni_notebook.worker.lora import Loras
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.models.parallel import ParallelModel
     from omni_notebook.worker.batches import Prefetch
+    from omni_notebook.worker.graphs import Recall
 
 CPU_DTYPE = torch.float32
 """`dtype="auto"` on a CPU: half types are slower there and not batch-invariant."""
 
 
-def torch_dtype(name: str, device: str = "cpu", model: str | None = None) -> torch.dtype:
-    """The torch type of a configured `dtype`; "auto" on other devices than a CPU is that of the folder `model`."""
+def torch_dtype(name: str, device: str, files: Callable[[], Iterable[Path]]) -> torch.dtype:
+    """The torch type of a configured `dtype`; "auto" on other devices than a CPU is that of the checkpoint's files."""
     if name != "auto":
         kind: torch.dtype = getattr(torch, name)
         return kind
-    return CPU_DTYPE if device == "cpu" or model is None else checkpoint_dtype(model)
+    return CPU_DTYPE if device == "cpu" else checkpoint_dtype(files())
 
 
 class ModelRunner:
@@ -39,6 +42,7 @@ class ModelRunner:
     _model: ParallelModel
     _device = "cpu"
     _reader: FileReader | None = None
+    _graphs: Graphs | None = None
     loras: Loras
     weight_tags = (WEIGHTS,)
 
@@ -112,6 +116,22 @@ class ModelRunner:
 
     def drop_transient(self) -> None:
         """Nothing is there."""
+
+    def _graphed(self, run: Callable[..., torch.Tensor], config: StageConfig) -> Callable[..., torch.Tensor]:
+        """`run` by CUDA graphs, where they are wanted and no other rank takes part in it."""
+        if self._device == "cpu" or not config.cuda_graphs or self._model.parallel.size > 1:
+            return run
+        self._graphs = Graphs(run, self._device)
+        return self._graphs
+
+    def drop_graphs(self) -> None:
+        """See `Runner.drop_graphs`."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def recall_graphs(self) -> Recall:
+        """See `Runner.recall_graphs`."""
+        return NO_GRAPHS if self._graphs is None else self._graphs.recall()
 
     def synchronize(self) -> None:
         """Wait for the device; nothing runs behind our back on a CPU."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from omni_notebook.models.places import Places
     from omni_notebook.protocol import LoRARequest
     from omni_notebook.worker.batches import Executed, ImageAnswer, Prefetch
+    from omni_notebook.worker.graphs import Recall
     from omni_notebook.worker.reports import LoRAReport
 
 
@@ -55,6 +56,10 @@ class Synchronizing(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all that was started."""
+        ...
+
+    def recall_graphs(self) -> Recall:
+        """After a wake: have the CUDA graphs again that a level 2 gave up, and see that all are right."""
         ...
 
 
@@ -122,6 +127,10 @@ class Runner(Loading, Synchronizing, Protocol):
 
     def join_prefetch(self) -> None:
         """Return once no conditioning is on its way to the device."""
+        ...
+
+    def drop_graphs(self) -> None:
+        """Give CUDA graphs and their memory up, before a sleep of level 2."""
         ...
 
     def drop_transient(self) -> None:

@@ -45,6 +45,11 @@ class SleepOrders:
         """Whether this sleep is prepared and not committed."""
         return self._sleeping is not None and self._sleeping.task.task_id == task_id
 
+    @property
+    def level(self) -> int | None:
+        """The level of the sleep that is prepared, if one is."""
+        return None if self._sleeping is None else self._sleeping.task.level
+
     def prepare_sleep(self, task: SleepTask) -> None:
         """Quiesce the device, check room, back up; nothing is given up yet.
 

@@ -11,6 +11,7 @@ from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import BALLAST, MapReport, RestoreReport, TransitionCancelledError
 from omni_notebook.protocol import PhasesMs, WakeTask
 from omni_notebook.worker.ack import rate_gib_per_s
+from omni_notebook.worker.graphs import NO_GRAPHS
 from omni_notebook.worker.rank import ms_since, no_such
 from omni_notebook.worker.reports import WakeOutlook
 
@@ -155,6 +156,7 @@ class WakeOrders:
         if weights.valid:
             self._rank.pool.write_ahead()
         warm = plan.outlook.all_awake and plan.outlook.weights_valid
+        recall = self._rank.runner.recall_graphs() if warm and woken else NO_GRAPHS
         return self._rank.acks.wake(
             task_id,
             self._rank.pool.held(),
@@ -166,7 +168,8 @@ class WakeOrders:
             host_backup_bytes=backed_up,
             weight_version=self._rank.weights.version,
             latency_ms=ms_since(plan.started_s),
-            note=plan.note,
+            cuda_graph_recalled=recall.right,
+            note="; ".join(filter(None, (plan.note, recall.note))) or None,
             phases_ms=PhasesMs(
                 map=plan.mapped.map_ms, copy=plan.restored.copy_ms, reload=plan.reload_ms, verify=plan.verify_ms
             ),

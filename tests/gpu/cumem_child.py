@@ -7,15 +7,14 @@ waits for a line, so that the watcher can measure. By hand: `python -m tests.gpu
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from tests.gpu.watch import tell
 
 MIB = 1024**2
 WEIGHTS_MIB, KV_MIB = 768, 1024
@@ -250,18 +249,5 @@ def foreign() -> Facts:
     yield {"step": "awake", **rig.wake(), "equal": equal(rig.on_host(), before)}
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (levels, full, freeing, without_room, foreign)}
-
-
-def main() -> None:
-    """Run the scenario that the first argument names."""
-    for facts in SCENARIOS[sys.argv[1]]():
-        torch.cuda.empty_cache()
-        print("FACT " + json.dumps({"pid": os.getpid(), **facts}), flush=True)
-        sys.stdin.readline()
-    sys.stdout.flush()
-    os._exit(0)  # torch may abort when a memory pool dies with the interpreter (pytorch issue 145168)
-
-
 if __name__ == "__main__":
-    main()
+    tell({scenario.__name__: scenario for scenario in (levels, full, freeing, without_room, foreign)})

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.watch import ROOT, Child, seen_by_nvml
+
+SCENARIOS = "tests.gpu.cumem_child"
 MIB = 1024**2
 TOLERANCE = 64 * MIB
 
@@ -33,49 +32,8 @@ pytestmark = [
 ]
 
 
-class Child:
-    """A process that plays a scenario of `cumem_child`; iterating gives its facts, the child waiting meanwhile."""
-
-    def __init__(self, scenario: str, **environment: str) -> None:
-        self.errors = ""
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.cumem_child", scenario],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-        )
-
-    def __iter__(self):
-        for line in self._process.stdout:
-            if line.startswith("FACT "):
-                facts = json.loads(line.removeprefix("FACT "))
-                print(facts)
-                yield facts
-                self._process.stdin.write("\n")
-                self._process.stdin.flush()
-        with self._process, self._stderr:
-            code = self._process.wait(60)
-            self._stderr.seek(0)
-            self.errors = self._stderr.read()
-        assert code == 0, self.errors[-4000:]
-
-
-def seen_by_nvml(pid: int) -> int:
-    """What a process holds on the first device, asked from outside it."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    return sum(one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if one.pid == pid)
-
-
 def test_both_levels_give_back_what_nvml_sees_leave_and_bring_back_what_they_must():
-    child = Child("levels")
+    child = Child(SCENARIOS, "levels")
     story = [{**facts, "nvml": seen_by_nvml(facts["pid"])} for facts in child]
     awake, *turns, closed = story
     spans = sum(awake["spans"].values())
@@ -115,7 +73,7 @@ def test_both_levels_give_back_what_nvml_sees_leave_and_bring_back_what_they_mus
 
 
 def test_a_wake_on_a_full_device_is_refused_maps_nothing_and_works_once_there_is_room():
-    refused, by_driver, awake = Child("full")
+    refused, by_driver, awake = Child(SCENARIOS, "full")
     assert refused["needed"] > refused["free"]
     assert "wake again" in refused["message"]
     assert "wake again" in by_driver["message"]
@@ -124,7 +82,7 @@ def test_a_wake_on_a_full_device_is_refused_maps_nothing_and_works_once_there_is
 
 
 def test_freeing_while_asleep_leaves_no_error_and_no_memory_behind():
-    child = Child("freeing")
+    child = Child(SCENARIOS, "freeing")
     (awake,) = child
     assert awake["freed"]
     assert awake["freed_segments"] >= 1
@@ -133,13 +91,13 @@ def test_freeing_while_asleep_leaves_no_error_and_no_memory_behind():
 
 
 def test_freeing_while_asleep_on_a_device_without_a_granule_of_room_does_not_spoil_the_wake():
-    (awake,) = Child("without_room")
+    (awake,) = Child(SCENARIOS, "without_room")
     assert awake["freed"]
     assert awake["equal"]
 
 
 def test_vllms_own_sleep_underneath_is_seen_and_ours_refused_until_its_own_wake():
-    done, awake = Child("foreign")
+    done, awake = Child(SCENARIOS, "foreign")
     assert "unmapped by somebody else" in done["found"]
     assert "wake_up" in done["refused"]
     assert done["after"] is None

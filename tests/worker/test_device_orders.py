@@ -10,6 +10,7 @@ from omni_notebook.memory.base import DeviceError
 from omni_notebook.protocol import RankId, SleepTask, WakeTask
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.control import Control
+from omni_notebook.worker.graphs import NO_GRAPHS
 from omni_notebook.worker.rank import Rank
 from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
 
@@ -35,6 +36,9 @@ class Books:
 
     def verify(self, _tags):
         assert self.pool.verify_checksum()
+
+    def recall_graphs(self):
+        return NO_GRAPHS
 
     def synchronize(self):
         pass

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOCK_WAIT_S = 2.0
+PROCESS = threading.RLock()
+"""Held while a pool maps or unmaps: what a process holds is measured around it, and it may have several pools."""
 
 
 def used_bytes(torch_device: Any, index: int) -> int:

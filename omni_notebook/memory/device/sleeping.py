@@ -14,6 +14,7 @@ from omni_notebook.memory.base import DeviceError, PrepareReport, SleepPlan, Unm
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
 from omni_notebook.memory.device.core import Reading
+from omni_notebook.memory.device.measuring import PROCESS
 from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.protocol import gib
 
@@ -211,6 +212,10 @@ class DeviceSleeping:
 
     def commit(self) -> UnmapReport:
         """See `DevicePool.commit_sleep`."""
+        with PROCESS:
+            return self._commit()
+
+    def _commit(self) -> UnmapReport:
         core = self._core
         core.check_open("commit_sleep")
         chosen = core.books.select(None, TagState.PREPARED, "commit_sleep")

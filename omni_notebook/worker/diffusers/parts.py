@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.models.loaders import tensors_of
+from omni_notebook.models.loaders import read_straight, tensors_of
 from omni_notebook.worker.diffusers.library import load_model
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from omni_notebook.memory.base import MemoryPool
+    from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.models.parallel import Shard
     from omni_notebook.models.pipeline_folder import Component
 
@@ -33,6 +34,7 @@ class Part:
         self._slices = {name: shard.part for name, shard in shards.items()}
         self._dtype = dtype
         self._direct = False
+        self._reader: FileReader | None = None
         self._kept: list[Tensor] = []
         self._targets: dict[str, Tensor] = {}
 
@@ -47,6 +49,7 @@ class Part:
             OutOfMemoryError: no room for it.
         """
         pool.adopt(self.module, self.tag)
+        self._reader = pool.reader()
         self._targets = self.module.state_dict(keep_vars=True)
         in_files = self._in_files(component)
         self._direct = in_files is not None
@@ -95,7 +98,10 @@ class Part:
             ConfigError: a file can not be read, or the library can not load it.
         """
         if self._direct:
-            self._copy(tensors_of(component.files, component.folder, component.shapes(), self._slices), between)
+            names = component.shapes().keys()
+            targets = {name: self._targets[name] for name in names}
+            rest = names - read_straight(component.files, targets, self._slices, self._reader, between)
+            self._copy(tensors_of(component.files, component.folder, rest, self._slices), between)
             return
         between()
         fresh = load_model(type(self.module), component, self._dtype)

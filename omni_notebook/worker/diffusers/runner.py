@@ -15,6 +15,7 @@ from omni_notebook.worker.diffusers.library import find_folder, first_line, hush
 from omni_notebook.worker.diffusers.milestones import Milestones
 from omni_notebook.worker.diffusers.parts import Part, check_apart
 from omni_notebook.worker.diffusers.split import split
+from omni_notebook.worker.graphs import NO_GRAPHS
 from omni_notebook.worker.images import unit_answers
 from omni_notebook.worker.model_runner import torch_dtype
 from omni_notebook.worker.runner import Deferred
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from omni_notebook.models.pipeline_folder import PipelineFolder
     from omni_notebook.worker.batches import Prefetch
     from omni_notebook.worker.diffusers.loras import PipelineLoras
+    from omni_notebook.worker.graphs import Recall
 
 
 class DiffusersRunner:
@@ -41,9 +43,8 @@ class DiffusersRunner:
     def __init__(self, config: StageConfig, parallel_size: int = 1) -> None:
         self._config = config
         self._size = parallel_size
-        self._dtype = torch_dtype(config.dtype)
         self._parts: dict[str, Part] = {}
-        self._cancelled = ""
+        self._cancelled, self._device = "", "cpu"
         self._milestones = Milestones()
         self._pipe: Any = None
         self._unread: Path | None = None
@@ -58,10 +59,11 @@ class DiffusersRunner:
             UnsupportedError: it is no pipeline from text to images.
             OutOfMemoryError: no room for it.
         """
-        self._parallel = parallel
+        self._parallel, self._device = parallel, pool.device
         self._loaded = read_pipeline(find_folder(self._config.model))
         check_parallel(self._loaded, self._size)
         self._shapes = self._loaded.shapes()
+        self._dtype = torch_dtype(self._config.dtype, pool.device, self._loaded.files)
         self._pipe = load_pipeline(self._loaded, self._config, self._dtype)
         modules = self._modules()
         check_apart(modules)
@@ -217,8 +219,17 @@ class DiffusersRunner:
     def drop_transient(self) -> None:
         """Nothing is there between two batches."""
 
+    def recall_graphs(self) -> Recall:
+        """See `Runner.recall_graphs`: none are made."""
+        return NO_GRAPHS
+
+    def drop_graphs(self) -> None:
+        """Nothing: none are made."""
+
     def synchronize(self) -> None:
         """Wait for the device; nothing runs behind our back on a CPU."""
+        if self._device != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def close(self) -> None:
         """Let the pipeline go."""

@@ -10,12 +10,15 @@ import torch
 from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.models.loaders import checkpoint_files, checkpoint_shapes
+from omni_notebook.worker.graphs import NO_GRAPHS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from torch import nn
+
+    from omni_notebook.worker.graphs import Recall
 
 
 class VllmRunner:
@@ -100,6 +103,10 @@ class VllmRunner:
         own = {id(parameter) for parameter in self.model.parameters()}
         draft = [one for module in self.modules() for one in module.parameters() if id(one) not in own]
         return [tensor for tensor in (*buffers, *draft) if tensor.numel()]
+
+    def recall_graphs(self) -> Recall:
+        """See `Runner.recall_graphs`: vLLM keeps its own, which the residual shows."""
+        return NO_GRAPHS
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was started."""

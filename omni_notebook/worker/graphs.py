@@ -1,0 +1,130 @@
+"""CUDA graphs of a model's forward pass: captured once a shape, replayed for every batch of that shape.
+
+Replaying launches all kernels at once, where small batches otherwise wait for Python. A graph remembers addresses: it
+stays valid over a sleep of level 1, after which these are mapped again. A level 2 gives the graphs up too, and `recall`
+captures them again. Source: CUDA graphs in torch (`torch.cuda.graph`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_MOST = 16
+"""Shapes beyond so many run without a graph."""
+_WARM_UPS = 2
+"""Runs before a capture, in which libraries choose kernels and take their workspaces."""
+
+Key = tuple[tuple[torch.Size, torch.dtype] | None, ...]
+
+
+class _Graph(NamedTuple):
+    """One captured pass over its own copies of the inputs."""
+
+    graph: Any
+    inputs: tuple[torch.Tensor | None, ...]
+    output: torch.Tensor
+
+
+class Recall(NamedTuple):
+    """Whether every graph was replayed and is right (None: there are no graphs), and what a person should know."""
+
+    right: bool | None
+    note: str | None
+
+
+NO_GRAPHS = Recall(None, None)
+
+
+class Graphs:
+    """Calls a function of tensors (or None) by graphs; every output is a graph's, from the first call of a shape on.
+
+    The function must do the same kernels for the same shapes, and writing twice what it writes must do no harm. One
+    thread at a time; other threads may use the device meanwhile.
+
+    Args:
+        run: the function; one tensor comes out.
+        device: where its inputs are.
+    """
+
+    def __init__(self, run: Callable[..., torch.Tensor], device: str) -> None:
+        self._run = run
+        self._device = device
+        self._graphs: dict[Key, _Graph] = {}
+        self._known: list[Key] = []
+        self._pool: Any = None
+        self._off = False
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __call__(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+        """What the function gives for these inputs."""
+        key = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs)
+        graph = self._graphs.get(key)
+        if graph is None:
+            if self._off or len(self._graphs) >= _MOST:
+                return self._run(*inputs)
+            graph = self._capture(key, inputs)
+        for own, given in zip(graph.inputs, inputs, strict=True):
+            if own is not None and given is not None:
+                own.copy_(given)
+        graph.graph.replay()
+        return graph.output.clone()
+
+    def _capture(self, key: Key, inputs: Sequence[torch.Tensor | None]) -> _Graph:
+        own = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                self._run(*own)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            output = self._run(*own)
+        self._graphs[key] = _Graph(graph, own, output)
+        if key not in self._known:
+            self._known.append(key)
+        return self._graphs[key]
+
+    def forget(self) -> None:
+        """Give the graphs and their memory up; `recall` makes them again."""
+        for graph in self._graphs.values():
+            graph.graph.reset()
+        self._graphs.clear()
+        self._pool = None
+
+    @torch.inference_mode()
+    def recall(self) -> Recall:
+        """Have all graphs again that there ever were, and replay each once on zeros, beside the function itself.
+
+        If one gives other bytes, or can not be captured, the function is called without graphs from now on.
+        """
+        if not self._known or self._off:
+            return NO_GRAPHS
+        missing, started = len(self._known) - len(self._graphs), time.perf_counter()
+        try:
+            wrong = sum(not self._is_right(key) for key in self._known)
+        except RuntimeError as error:
+            return self._give_up(str(error).splitlines()[0])
+        if wrong:
+            return self._give_up(f"{wrong} of {len(self._known)} gave other bytes than the model")
+        took_ms = (time.perf_counter() - started) * 1e3
+        return Recall(True, f"{missing} CUDA graphs captured again in {took_ms:.0f} ms" if missing else None)
+
+    def _give_up(self, why: str) -> Recall:
+        self.forget()
+        self._off = True
+        return Recall(False, f"this stage runs without CUDA graphs from now on: {why}")
+
+    def _is_right(self, key: Key) -> bool:
+        inputs = [None if one is None else torch.zeros(one[0], dtype=one[1], device=self._device) for one in key]
+        mine, its = self(*inputs), self._run(*inputs)
+        return torch.equal(mine.contiguous().view(torch.uint8), its.contiguous().view(torch.uint8))

@@ -128,8 +128,15 @@ class Lab:
             }""",
             [name, kernel],
         )
-        self.page.wait_for_function(
-            "(name) => window.jupyterapp.shell.currentWidget?.context?.path === name", arg=name, timeout=CELL_MS
+        self.page.wait_for_function(  # the launcher may come later, and then has the focus
+            """(name) => {
+                const shell = window.jupyterapp.shell;
+                const mine = [...shell.widgets('main')].find((widget) => widget.context?.path === name);
+                if (mine && shell.currentWidget !== mine) shell.activateById(mine.id);
+                return shell.currentWidget?.context?.path === name;
+            }""",
+            arg=name,
+            timeout=CELL_MS,
         )
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.ready")
         if kernel:

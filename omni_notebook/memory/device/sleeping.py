@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -241,6 +242,7 @@ class DeviceSleeping:
 
     def _unmap_measured(self, chosen: Sequence[DeviceTag], before: Reading, note: str | None) -> UnmapReport:
         released, notes, copy_ms = self._unmap(chosen)
+        self._core.driver.trim()  # what taking sums has left in torch's cache is no part of this sleep
         try:
             observed = self._observe(before, sum(released.values()))
         except DeviceError as error:
@@ -296,10 +298,10 @@ class DeviceSleeping:
             return
         copies, driver = self._core.copies, self._core.driver
         marks: dict[DeviceSegment, Any] = {}
-        for run, following in zip(self._late.runs, (*self._late.runs[1:], None), strict=True):
-            copies.begin(run)
-            if following is None or following.segment is not run.segment:
-                marks[run.segment] = driver.mark()
+        for segment, runs in groupby(self._late.runs, key=lambda run: run.segment):
+            for run in runs:
+                copies.begin(run)
+            marks[segment] = driver.mark()
         copies.sum_rest(self._late)
         yield from (segment for segment in segments if segment not in marks)
         for segment, mark in marks.items():

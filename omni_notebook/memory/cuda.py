@@ -15,6 +15,7 @@ from omni_notebook.memory.device.pool import DevicePool
 from omni_notebook.memory.device.ranges import Range, RangeDriver
 from omni_notebook.memory.device.settings import refuse_expandable_segments
 from omni_notebook.memory.device.tags import DeviceTag
+from omni_notebook.memory.device.tensors import plain_tensors, span_of
 from omni_notebook.memory.device.waking import no_device_memory
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class CudaPool(DevicePool):
         return tag
 
     def _has(self, tensor: torch.Tensor) -> bool:
-        on_device = tensor.device.type == "cuda" and tensor.numel() > 0
-        return on_device and self._core.table.find(tensor.data_ptr(), tensor.numel() * tensor.itemsize) is not None
+        """Whether it lies in the pool: no memory of anyone else has addresses there."""
+        return any(span_of(name, plain, self._core.table) for name, plain in plain_tensors("", tensor))
 
     def _take(self, tag: DeviceTag, sizes: Sequence[int]) -> list[Range]:
         """Ranges of these sizes, all or none."""

@@ -20,7 +20,7 @@ from omni_notebook.memory.device.cuda_driver import CudaDriver
 from omni_notebook.memory.device.reader import FileReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from omni_notebook.memory.device.driver import Allocation
 
@@ -141,6 +141,15 @@ class RangeDriver(CudaDriver):
         return FileReader(self.attach, self._driver)
 
     # ------------------------------------------------------------------------------- segments
+
+    @contextlib.contextmanager
+    def _errors(self, step: str) -> Iterator[None]:
+        """Say of a refusal which step it was."""
+        with super()._errors(step):
+            try:
+                yield
+            except DeviceError as error:
+                raise self._refused(step, str(error), no_room=error.no_room, lost=error.lost) from error
 
     def map(self, allocation: Allocation) -> None:
         """See `Driver.map`."""

@@ -52,6 +52,7 @@ class DeviceCore:
     expected_tags: tuple[str, ...] = (WEIGHTS, KV_CACHE)
     books: StateBooks[DeviceTag] = field(default_factory=StateBooks)
     closed: bool = False
+    broken: str | None = None
 
     def __post_init__(self) -> None:
         self.table = SegmentTable(self.driver)
@@ -67,11 +68,14 @@ class DeviceCore:
         self.refresh()
 
     def check_open(self, step: str) -> None:
-        """Refuse a step of a closed pool.
+        """Refuse a step of a closed pool, or of one whose memory is not what its books say (`broken`: why).
 
         Raises:
-            TransitionOrderError: it is closed.
+            TransitionOrderError: it is closed or broken.
         """
+        if self.broken is not None:
+            msg = f"{step}: {self.broken}; nothing changed, restart the stage"
+            raise TransitionOrderError(msg)
         if self.closed:
             msg = f"{step}: the pool is closed; start the stage again"
             raise TransitionOrderError(msg)

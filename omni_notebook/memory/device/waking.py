@@ -16,8 +16,8 @@ from omni_notebook.memory.base import (
     TransitionOrderError,
 )
 from omni_notebook.memory.books import TagState
-from omni_notebook.memory.device.sleeping import host_address
 from omni_notebook.memory.device.tags import WHOLE
+from omni_notebook.memory.device.unmapping import host_address
 from omni_notebook.memory.lanes import never
 from omni_notebook.protocol import gib
 
@@ -175,6 +175,7 @@ class DeviceWaking:
 
     def commit(self) -> None:
         """See `DevicePool.commit_wake`."""
+        self._core.check_open("commit_wake")
         chosen = self._core.books.select(None, TagState.MAPPED, "commit_wake")
         for tag in chosen:
             if tag.needs_restore():

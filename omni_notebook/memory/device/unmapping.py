@@ -67,9 +67,7 @@ class Unmapping:
             copy_ms=copy_ms,
         )
 
-    def _unmap(
-        self, chosen: Sequence[DeviceTag], late: CopyPlan | None
-    ) -> tuple[dict[str, int], list[str], float]:
+    def _unmap(self, chosen: Sequence[DeviceTag], late: CopyPlan | None) -> tuple[dict[str, int], list[str], float]:
         """Unmap all; bytes released by tag, what went wrong, milliseconds until the last copy."""
         released = dict.fromkeys((tag.name for tag in chosen), 0)
         errors: list[DeviceError] = []

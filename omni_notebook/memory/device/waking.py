@@ -203,10 +203,10 @@ def _check(stop: Callable[[], bool]) -> None:
         raise TransitionCancelledError(msg)
 
 
-def no_device_memory(device: str, needed_bytes: int, free_bytes: int) -> OutOfMemoryError:
-    """The error for device memory that can not be had."""
+def no_device_memory(device: str, needed_bytes: int, free_bytes: int, *, then: str = "wake again") -> OutOfMemoryError:
+    """The error for device memory that can not be had; `then`: what to do with more."""
     message = (
         f"{gib(needed_bytes)} GiB of {device}'s memory are needed and {gib(free_bytes)} GiB are free; nothing was "
-        "mapped. Free memory (other stages, variables of this session, other processes) and wake again."
+        f"mapped. Free memory (other stages, variables of this session, other processes) and {then}."
     )
     return OutOfMemoryError(message, needed_bytes=needed_bytes, free_bytes=free_bytes)

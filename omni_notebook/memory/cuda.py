@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.adoption import Adoption
+from omni_notebook.memory.arena import ALIGN, round_up
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, TransitionOrderError
 from omni_notebook.memory.books import TagState
+from omni_notebook.memory.device.libcuda import GRANULE
 from omni_notebook.memory.device.measuring import PROCESS
 from omni_notebook.memory.device.pool import DevicePool
 from omni_notebook.memory.device.ranges import Range, RangeDriver
 from omni_notebook.memory.device.settings import refuse_expandable_segments
 from omni_notebook.memory.device.tags import DeviceTag
+from omni_notebook.memory.device.tensors import plain_tensors, span_of
 from omni_notebook.memory.device.waking import no_device_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
+    from omni_notebook.memory.base import TagInfo
     from omni_notebook.memory.device.driver import Probe
     from omni_notebook.memory.device.reader import FileReader
+    from omni_notebook.memory.device.segments import DeviceSegment
 
 PART_BYTES = 128 * 1024**2
 """A segment of adopted tensors is full once it has so much: so small that copying and mapping overlap."""
@@ -61,9 +69,14 @@ class CudaPool(DevicePool):
         with self._lock, PROCESS:
             book = self._open_tag(tag, recomputable=False)
             adoption = Adoption(module, skip=self._has, device=self.device, part_bytes=PART_BYTES)
-            adoption.move_into(self._take(book, adoption.parts))
+            made = self._take(book, adoption.parts)
+            try:
+                adoption.move_into(made)
+            except BaseException:
+                self._let_go(made)
+                raise
+            self._enter(book)
             self._core.modules.add(module, tag)
-            self._core.count_used()
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, tag: str = KV_CACHE, *, recomputable: bool = True
@@ -82,9 +95,9 @@ class CudaPool(DevicePool):
         with self._lock, PROCESS:
             book = self._open_tag(tag, recomputable=recomputable)
             if n_bytes == 0:
-                return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+                return self._ranges.nothing().view(dtype).view(tuple(shape))
             (made,) = self._take(book, [n_bytes])
-            book.used_bytes += n_bytes
+            self._enter(book)
             return made.tensor(0, shape, dtype)
 
     def _open_tag(self, name: str, *, recomputable: bool) -> DeviceTag:
@@ -99,32 +112,62 @@ class CudaPool(DevicePool):
         return tag
 
     def _has(self, tensor: torch.Tensor) -> bool:
-        on_device = tensor.device.type == "cuda" and tensor.numel() > 0
-        return on_device and self._core.table.find(tensor.data_ptr(), tensor.numel() * tensor.itemsize) is not None
+        """Whether it lies in the pool: no memory of anyone else has addresses there."""
+        return any(span_of(name, plain, self._core.table) for name, plain in plain_tensors("", tensor))
 
     def _take(self, tag: DeviceTag, sizes: Sequence[int]) -> list[Range]:
-        """Ranges of these sizes, all or none."""
+        """Zeroed ranges of these sizes, all or none: what no tensor has of one is always the same."""
         made: list[Range] = []
+        driver = self._core.driver
         try:
-            self._core.driver.enter()
+            driver.enter()
             for n_bytes in sizes:
-                made.append(self._ranges.allocate(tag.name, n_bytes))  # noqa: PERF401  (an error must find those before)
-        except DeviceError as error:
+                made.append(self._allocate(tag.name, n_bytes))  # noqa: PERF401  (an error must find those before)
+            for one in made:
+                driver.zero(one.address, one.size_bytes)
+            driver.finish()
+        except BaseException as error:
             self._let_go(made)
-            if error.no_room:
-                raise no_device_memory(self.device, sum(sizes), self._core.driver.free_bytes()) from error
+            if isinstance(error, DeviceError) and error.no_room:
+                needed = sum(round_up(n_bytes, GRANULE) for n_bytes in sizes)
+                raise no_device_memory(self.device, needed, driver.free_bytes(), then="try again") from error
             raise
-        self._core.books.setdefault(tag.name, tag)
-        self._core.refresh()
-        for one in made:  # no tensor has all bytes of its segment: the rest is the same in every life of it
-            self._core.driver.zero(one.address, one.size_bytes)
-        self._core.driver.finish()
         return made
 
+    def _allocate(self, tag: str, n_bytes: int) -> Range:
+        """A new range; where there is no room for it, after torch has given back what it caches."""
+        try:
+            return self._ranges.allocate(tag, n_bytes)
+        except DeviceError as error:
+            if not error.no_room:
+                raise
+        gc.collect()
+        self._core.driver.trim()
+        return self._ranges.allocate(tag, n_bytes)
+
+    def _enter(self, tag: DeviceTag) -> None:
+        """Take new ranges into the books."""
+        self._core.books.setdefault(tag.name, tag)
+        self._core.refresh()
+        tag.kept_whole = _is_kept_whole(tag)
+
     def _let_go(self, ranges: Sequence[Range]) -> None:
+        """Give up ranges that are in no books yet, all that can be."""
+        with contextlib.suppress(DeviceError):
+            self._core.driver.enter()
+            self._core.driver.finish()
         for one in ranges:
-            one.unmap()
+            with contextlib.suppress(DeviceError):
+                one.unmap()
             self._ranges.forget(one.address)
+
+    def tags(self) -> Mapping[str, TagInfo]:
+        """The tags and their books."""
+        books = self._core.books
+        return {
+            name: msgspec.structs.replace(info, used_bytes=sum(map(_used_bytes, tuple(books[name].segments))))
+            for name, info in super().tags().items()
+        }
 
     def reader(self) -> FileReader:
         """What reads files straight into the pool's tensors."""
@@ -137,13 +180,12 @@ class CudaPool(DevicePool):
             ArgumentError: the tag is unknown.
         """
         with self._lock:
-            (book,) = self._core.books.named((tag,))
+            self._core.check_open("keep")
+            self._core.books.named((tag,))
             for tensor in tensors:
                 self._core.keep(tensor)
-            kept = sum(one.n_bytes for one in book.kept)
-            book.kept_whole = bool(book.segments) and kept >= sum(
-                min(one.allocation.data.used_bytes, one.size_bytes) for one in book.segments
-            )
+            for other in self._core.books.values():  # a tensor may lie in another tag
+                other.kept_whole = _is_kept_whole(other)
 
     def discard(self, tag: str) -> None:
         """Give an awake tag's pages and copies up for good; its tensors must not be touched after.
@@ -155,12 +197,36 @@ class CudaPool(DevicePool):
         with self._lock, PROCESS:
             self._core.begin("discard")
             (book,) = self._core.books.select((tag,), TagState.AWAKE, "discard")
-            for segment in book.segments:
-                self._core.table.unmap(segment)
-                self._ranges.forget(segment.address)
+            try:
+                for segment in book.segments:
+                    self._core.table.unmap(segment)
+                    self._ranges.forget(segment.address)
+            finally:
+                self._core.refresh()
             self._core.forget_record(tag)
-            self._core.refresh()
+            self._core.modules.forget(tag)
             del self._core.books[tag]
+
+    def close(self) -> None:
+        """See `DevicePool.close`; addresses go back with the last tensor over them."""
+        with self._lock:
+            super().close()
+            self._ranges.forget_all()
+
+
+def _used_bytes(segment: DeviceSegment) -> int:
+    """What tensors take of a segment."""
+    used: int = segment.allocation.data.used_bytes
+    return used
+
+
+def _is_kept_whole(tag: DeviceTag) -> bool:
+    """Whether every byte that tensors use is kept: no checkpoint has any of it."""
+    ends = dict.fromkeys(tag.segments, 0)
+    for kept in sorted(tag.kept, key=lambda kept: kept.offset):
+        if kept.offset <= ends[kept.segment]:
+            ends[kept.segment] = max(ends[kept.segment], round_up(kept.offset + kept.n_bytes, ALIGN))
+    return bool(ends) and all(end >= _used_bytes(segment) for segment, end in ends.items())
 
 
 def cuda_pool(index: int) -> CudaPool:

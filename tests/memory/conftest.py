@@ -10,7 +10,37 @@ import pytest
 
 from omni_notebook.memory.cpu import CpuPool
 from tests.memory.fake_cuda import Rig
+from tests.memory.fake_ranges import OwnMachine, OwnRig
 from tests.memory.machines import MACHINES
+
+OF_VLLM_ALONE = {
+    "test_vllms_own_books_say_asleep_where_its_version_has_such_books",
+    "test_tags_that_are_neither_weights_nor_cache_are_kept_whole_and_workspaces_dropped",
+    "test_level_1_becomes_level_2_but_for_what_is_kept",
+    "test_freeing_while_asleep_leaves_no_trace_and_the_rest_wakes",
+    "test_freeing_while_asleep_on_a_full_device_does_not_spoil_the_next_wake",
+    "test_a_free_while_its_copy_is_on_the_way_waits_for_the_copy",
+    "test_freeing_while_awake_is_vllms_alone",
+    "test_a_segment_that_was_woken_is_freed_with_its_pages",
+    "test_a_segment_that_comes_between_prepare_and_commit_stays_as_it_is",
+    "test_a_later_memory_pool_of_vllm_keeps_our_guard",
+    "test_vllms_own_sleep_underneath_is_seen_and_ours_refused",
+    "test_vllms_own_wake_underneath_is_seen_and_ours_leaks_nothing",
+    "test_closing_gives_device_and_host_memory_back_and_freeing_after_is_clean",
+}
+"""Tests of the contract that are about vLLM's allocator: who frees, and tags that only vLLM has."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """A pool of our own segments has no part in what is vLLM's."""
+    gone = [
+        item
+        for item in items
+        if getattr(item, "originalname", "") in OF_VLLM_ALONE and item.callspec.params.get("rig") is OwnMachine
+    ]
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(params=["auto", "checksum"])
@@ -41,7 +71,7 @@ def pool(make_pool, tracking):
 @pytest.fixture(params=MACHINES.values(), ids=MACHINES)
 def rig(request):
     """A model and a cache on a fake machine of every platform, and a pool that knows them."""
-    return Rig(machine=request.param())
+    return OwnRig() if request.param is OwnMachine else Rig(machine=request.param())
 
 
 @pytest.fixture

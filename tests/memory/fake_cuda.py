@@ -445,8 +445,14 @@ class Rig:
         self.fill()
         self.pool = self.machine.pool()
         self.pool.adopt(self.model)
+        self.adopt_cache()
+        self.pool.keep("weights", [self.model.table, *self.loose_tensors()])
+
+    def adopt_cache(self):
         self.pool.adopt(self.cache, "kv_cache")
-        self.pool.keep("weights", [self.model.table, *self.pool.loose_tensors("weights")])
+
+    def loose_tensors(self):
+        return self.pool.loose_tensors("weights")
 
     def tensors(self):
         return [self.model.big, self.model.turned, self.model.table, self.model.scale]

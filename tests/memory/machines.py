@@ -7,6 +7,7 @@ import torch
 from tests.memory.fake_cuda import MIB
 from tests.memory.fake_devices import NewCudaMachine, OldCudaMachine
 from tests.memory.fake_npu import NpuMachine
+from tests.memory.fake_ranges import OwnMachine
 from tests.memory.fake_rocm import RocmMachine
 from tests.memory.fake_xpu import XpuMachine
 
@@ -16,6 +17,7 @@ MACHINES = {
     "rocm": RocmMachine,
     "xpu": XpuMachine,
     "npu": NpuMachine,
+    "cuda-own": OwnMachine,
 }
 SPANS = {"weights": 12 * MIB, "kv_cache": 4 * MIB}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -39,13 +40,11 @@ class Run(NamedTuple):
 class CopyPlan(NamedTuple):
     """What a save would copy.
 
-    `sums`: of the contents, as far as they were taken; `unsummed`: segments whose sums could tell nothing yet and are
-    taken while they are copied; `checksum_ms`: what the former took.
+    `sums`: of the contents, as far as they are known; `checksum_ms`: what taking them took.
     """
 
     runs: tuple[Run, ...]
     sums: dict[DeviceSegment, Sums]
-    unsummed: tuple[DeviceSegment, ...]
     checksum_ms: float
 
     @property
@@ -75,8 +74,8 @@ class Copies(Protocol):
         """
         ...
 
-    def sum_rest(self, plan: CopyPlan) -> None:
-        """Take the sums that a plan left out, while its runs are copied."""
+    def sum_copied(self, plan: CopyPlan) -> None:
+        """Take the sums of what a plan's runs, all begun, copy."""
         ...
 
     def accept(self, plan: CopyPlan) -> None:
@@ -166,7 +165,7 @@ class HostCopies:
         sums = self._shadow.sums(one for one in segments if one in self._sums)
         took_ms = (time.perf_counter() - started) * 1e3
         runs = tuple(run for one in segments for run in self._changed(one, sums.get(one)))
-        return CopyPlan(runs, sums, tuple(one for one in segments if one not in sums), took_ms)
+        return CopyPlan(runs, sums, took_ms)
 
     def _changed(self, segment: DeviceSegment, now: Sums | None) -> Iterator[Run]:
         """Runs of chunks that differ from the copy; all of it where nothing is known."""
@@ -186,13 +185,23 @@ class HostCopies:
         host = self._buffers[run.segment].memory.address
         self._driver.copy(host + run.offset, run.segment.address + run.offset, run.n_bytes)
 
-    def sum_rest(self, plan: CopyPlan) -> None:
-        """See `Copies.sum_rest`."""
-        plan.sums.update(self._shadow.sums(plan.unsummed))
+    def sum_copied(self, plan: CopyPlan) -> None:
+        """See `Copies.sum_copied`; the plan's own sums may be older than what is copied, if somebody wrote since."""
+        fresh = self._shadow.sums(dict.fromkeys(run.segment for run in plan.runs))
+        for segment, runs in groupby(plan.runs, key=lambda run: run.segment):
+            before, now = plan.sums.pop(segment, None), fresh.get(segment)
+            if now is None:
+                continue
+            if before is not None:
+                copied = np.zeros(len(now), bool)
+                for run in runs:
+                    copied[run.offset // CHUNK : (run.offset + run.n_bytes) // CHUNK] = True
+                now = np.where(copied[:, None], now, before)
+            plan.sums[segment] = now
 
     def accept(self, plan: CopyPlan) -> None:
-        """See `Copies.accept`."""
-        self._sums.update(plan.sums)
+        """See `Copies.accept`; a segment that was freed meanwhile has no copy."""
+        self._sums.update((one, sums) for one, sums in plan.sums.items() if one in self._buffers)
 
     def make_room(self, segments: Sequence[DeviceSegment], go_on: Callable[[int], bool]) -> None:
         """See `Copies.make_room`; threads fetch the pages of the next buffers while earlier ones are locked."""

@@ -41,6 +41,16 @@ class Reading(NamedTuple):
     scope: Scope
 
 
+class _Place(NamedTuple):
+    """A tensor and where it lies."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
 @dataclass
 class DeviceCore:
     """One pool's state; the pool's lock guards all of it but reading the books."""
@@ -52,6 +62,7 @@ class DeviceCore:
     expected_tags: tuple[str, ...] = (WEIGHTS, KV_CACHE)
     books: StateBooks[DeviceTag] = field(default_factory=StateBooks)
     closed: bool = False
+    broken: str | None = None
 
     def __post_init__(self) -> None:
         self.table = SegmentTable(self.driver)
@@ -60,18 +71,21 @@ class DeviceCore:
         self.copies: Copies = HostCopies(self.driver, self.shadow)
         self.ahead = WriteAhead()
         self.records: dict[str, TensorSums] = {}
-        self._as_recorded: dict[str, dict[DeviceSegment, Sums]] = {}
+        self._as_recorded: dict[str, tuple[list[_Place], dict[DeviceSegment, Sums]]] = {}
         self._noted: tuple[float, Reading] | None = None
         for name in self.expected_tags:
             self.books[name] = vllm_tag(name)
         self.refresh()
 
     def check_open(self, step: str) -> None:
-        """Refuse a step of a closed pool.
+        """Refuse a step of a closed pool, or of one whose memory is not what its books say (`broken`: why).
 
         Raises:
-            TransitionOrderError: it is closed.
+            TransitionOrderError: it is closed or broken.
         """
+        if self.broken is not None:
+            msg = f"{step}: {self.broken}; nothing changed, restart the stage"
+            raise TransitionOrderError(msg)
         if self.closed:
             msg = f"{step}: the pool is closed; start the stage again"
             raise TransitionOrderError(msg)
@@ -156,21 +170,24 @@ class DeviceCore:
 
     def record(self, tag: DeviceTag) -> str:
         """Checksum a tag's registered tensors and remember it."""
-        self.records[tag.name] = sums = self._sums(self.modules.spans(tag.name), lambda span: span.flat())
-        self._as_recorded[tag.name] = self.shadow.sums(tag.segments)
+        spans = self.modules.spans(tag.name)
+        self.records[tag.name] = sums = self._sums(spans, lambda span: span.flat())
+        self._as_recorded[tag.name] = _places(spans), self.shadow.sums(tag.segments)
         return digest(sums)
 
     def is_as_recorded(self, tag: DeviceTag) -> bool:
         """Whether the tensors on the device equal the record.
 
-        Where every byte of the segments is as it was then, so are the tensors; else these are read by themselves.
+        Where every byte of the segments is as it was then, so are tensors that are still in their places; else these
+        are read by themselves.
         """
-        known = self._as_recorded.get(tag.name, {})
-        if known and known.keys() == set(tag.segments):
+        spans = self.modules.spans(tag.name)
+        places, known = self._as_recorded.get(tag.name, ([], {}))
+        if known and known.keys() == set(tag.segments) and places == _places(spans):
             now = self.shadow.sums(tag.segments)
-            if now and all(np.array_equal(now[one], known[one]) for one in known):
+            if now.keys() == known.keys() and all(np.array_equal(now[one], known[one]) for one in known):
                 return True
-        return self._sums(self.modules.spans(tag.name), lambda span: span.flat()) == self.records[tag.name]
+        return self._sums(spans, lambda span: span.flat()) == self.records[tag.name]
 
     def forget_record(self, name: str) -> None:
         """A tag is gone."""
@@ -202,6 +219,13 @@ class DeviceCore:
                 rows[span.name] = summer, summer.add(pieces(flat, span.layout))
             tables = {summer: summer.result() for summer in summers.values()}
         return {name: tables[summer][places].astype("<i8").tobytes() for name, (summer, places) in rows.items()}
+
+
+def _places(spans: Iterable[Span]) -> list[_Place]:
+    """Which bytes are which tensor's."""
+    return [
+        _Place(one.name, one.address, tuple(one.layout.shape), one.layout.stride(), one.layout.dtype) for one in spans
+    ]
 
 
 def _covered_bytes(spans: Iterable[Span]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.memory.base import DeviceError
 from omni_notebook.memory.device.allocator import AllocatorDriver
 
 if TYPE_CHECKING:
@@ -60,13 +61,21 @@ class CudaDriver(AllocatorDriver):
 
     def wait(self) -> None:
         """See `Driver.wait`."""
+        errors = []
         for stream in tuple(self._busy):
-            self._driver.wait(stream)
+            try:
+                self._driver.wait(stream)
+            except DeviceError as error:  # what the others have begun must end too
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def finish(self) -> None:
         """See `Driver.finish`."""
-        self.wait()
-        self._busy.clear()
+        try:
+            self.wait()
+        finally:
+            self._busy.clear()
 
     def pin(self, address: int, n_bytes: int) -> bool:
         """See `Driver.pin`."""

@@ -211,6 +211,8 @@ class _Bytes:
 
 def tensor_at(device: int, address: int, n_bytes: int, holder: object) -> torch.Tensor:
     """Mapped device memory as a uint8 tensor, which keeps `holder` alive."""
+    if not n_bytes:
+        return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
     return torch.as_tensor(_Bytes(address, n_bytes, holder), device=f"cuda:{device}")
 
 

@@ -20,7 +20,7 @@ from omni_notebook.memory.device.cuda_driver import CudaDriver
 from omni_notebook.memory.device.reader import FileReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from omni_notebook.memory.device.driver import Allocation
 
@@ -47,10 +47,14 @@ class Range:
         self._index = index
         self._driver = driver
         self.address: int = driver.reserve(self.size_bytes)
-        self._addresses = _Addresses(self.address, self.size_bytes, driver)
+        self._addresses: _Addresses | None = _Addresses(self.address, self.size_bytes, driver)
         self.handle = (index, self.size_bytes, self.address)
         self._pages: int | None = None
-        self.map()
+        try:
+            self.map()
+        except DeviceError:
+            self.let_go()
+            raise
 
     @property
     def is_mapped(self) -> bool:
@@ -78,6 +82,10 @@ class Range:
                 self._pages = None
             raise
         self._pages = None
+
+    def let_go(self) -> None:
+        """No tensor is made over it any more."""
+        self._addresses = None
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor at `offset`; its storage is exactly its own bytes."""
@@ -134,13 +142,34 @@ class RangeDriver(CudaDriver):
 
     def forget(self, address: int) -> None:
         """A range whose pages are gone is nobody's any more."""
-        self.ranges.pointer_to_data.pop(address, None)
+        gone = self.ranges.pointer_to_data.pop(address, None)
+        if gone is not None:
+            gone.let_go()
+
+    def forget_all(self) -> None:
+        """See `forget`, of all."""
+        for address in tuple(self.ranges.pointer_to_data):
+            self.forget(address)
+
+    def nothing(self) -> torch.Tensor:
+        """A tensor of no bytes on the device."""
+        empty: torch.Tensor = self._driver.tensor_at(self._index, 0, 0, None)
+        return empty
 
     def reader(self) -> FileReader:
         """What reads files into the ranges."""
         return FileReader(self.attach, self._driver)
 
     # ------------------------------------------------------------------------------- segments
+
+    @contextlib.contextmanager
+    def _errors(self, step: str) -> Iterator[None]:
+        """Say of a refusal which step it was."""
+        with super()._errors(step):
+            try:
+                yield
+            except DeviceError as error:
+                raise self._refused(step, str(error), no_room=error.no_room, lost=error.lost) from error
 
     def map(self, allocation: Allocation) -> None:
         """See `Driver.map`."""

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import time
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from omni_notebook.memory.arena import no_memory
-from omni_notebook.memory.base import DeviceError, PrepareReport, SleepPlan, UnmapReport
+from omni_notebook.memory.base import PrepareReport, SleepPlan
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
-from omni_notebook.memory.device.core import Reading
 from omni_notebook.memory.device.measuring import PROCESS
 from omni_notebook.memory.device.tags import WHOLE
-from omni_notebook.protocol import gib
+from omni_notebook.memory.device.unmapping import Unmapping, host_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from omni_notebook.memory.base import Scope
+    from omni_notebook.memory.base import UnmapReport
     from omni_notebook.memory.device.copies import CopyPlan
     from omni_notebook.memory.device.core import DeviceCore
     from omni_notebook.memory.device.segments import DeviceSegment
     from omni_notebook.memory.device.tags import DeviceTag, KeptRange
 
-_POLL_S = 0.001
 _PLENTY = 2
 """Host memory is taken ahead of a sleep while so many times as much as is still missing is free."""
 _SPARE = 4
@@ -40,6 +35,7 @@ class DeviceSleeping:
 
     def __init__(self, core: DeviceCore) -> None:
         self._core = core
+        self._unmapping = Unmapping(core)
         self._late: CopyPlan | None = None
 
     def plan(self, level: int, names: Collection[str] | None) -> SleepPlan:
@@ -158,7 +154,7 @@ class DeviceSleeping:
             for run in plan.runs:
                 _check(cancelled)
                 copies.begin(run)
-            copies.sum_rest(plan)
+            copies.sum_copied(plan)
         finally:
             self._core.driver.finish()
         copies.accept(plan)
@@ -224,14 +220,7 @@ class DeviceSleeping:
         core.driver.enter()
         expected = sum(segment.size_bytes for tag in chosen for segment in tag.slept)
         core.driver.trim()
-        before = core.reading()
-        if before.scope == "process":
-            report = self._unmap_measured(chosen, before, None)
-        else:
-            with core.probe.exclusive() as alone:
-                report = self._unmap_measured(
-                    chosen, core.reading(), _device_note(core.probe.device_source, alone=alone)
-                )
+        report = self._unmapping.measured(chosen, self._late)
         self._late = None
         for tag in chosen:
             tag.state, tag.created = TagState.ASLEEP, []
@@ -239,118 +228,6 @@ class DeviceSleeping:
                 self._forget(tag)
         took_ms = (time.perf_counter() - started) * 1e3 - report.copy_ms
         return msgspec.structs.replace(report, expected_bytes=expected, unmap_ms=took_ms)
-
-    def _unmap_measured(self, chosen: Sequence[DeviceTag], before: Reading, note: str | None) -> UnmapReport:
-        released, notes, copy_ms = self._unmap(chosen)
-        self._core.driver.trim()  # what taking sums has left in torch's cache is no part of this sleep
-        try:
-            observed = self._observe(before, sum(released.values()))
-        except DeviceError as error:
-            observed = 0
-            notes.append(str(error))
-        if note is not None:
-            notes.append(f"{note}: {gib(observed)} GiB left it")
-        freed = _capped(released, observed) if before.scope == "process" else released
-        return UnmapReport(
-            freed=freed,
-            expected_bytes=0,
-            observed_bytes=observed,
-            scope=before.scope,
-            unmap_ms=0.0,
-            note="; ".join(notes) or None,
-            copy_ms=copy_ms,
-        )
-
-    def _unmap(self, chosen: Sequence[DeviceTag]) -> tuple[dict[str, int], list[str], float]:
-        """Unmap all, each behind its copy; bytes released by tag, what went wrong, milliseconds until the last copy.
-
-        Raises:
-            DeviceError: the driver refused every single one, or a copy; all is mapped, with its contents.
-        """
-        released = dict.fromkeys((tag.name for tag in chosen), 0)
-        errors: list[DeviceError] = []
-        gone: list[DeviceSegment] = []
-        started = last = time.perf_counter()
-        try:
-            for segment in self._in_order_of_copies([segment for tag in chosen for segment in tag.slept]):
-                last = time.perf_counter()
-                try:
-                    released[segment.tag] += self._core.table.unmap(segment)
-                    gone.append(segment)
-                except DeviceError as error:
-                    errors.append(error)
-        except DeviceError:
-            self._put_back(gone)
-            raise
-        if errors and not gone and not any(error.lost for error in errors):
-            raise errors[0]
-        copy_ms = (last - started) * 1e3 if self._late is not None and self._late.runs else 0.0
-        return released, list(dict.fromkeys(map(str, errors))), copy_ms
-
-    def _in_order_of_copies(self, segments: Sequence[DeviceSegment]) -> Iterator[DeviceSegment]:
-        """The segments, those that must be copied first after the others and each once its copy is there.
-
-        Raises:
-            DeviceError: a copy failed.
-        """
-        if self._late is None:
-            yield from segments
-            return
-        copies, driver = self._core.copies, self._core.driver
-        marks: dict[DeviceSegment, Any] = {}
-        for segment, runs in groupby(self._late.runs, key=lambda run: run.segment):
-            for run in runs:
-                copies.begin(run)
-            marks[segment] = driver.mark()
-        copies.sum_rest(self._late)
-        yield from (segment for segment in segments if segment not in marks)
-        for segment, mark in marks.items():
-            driver.reached(mark)
-            yield segment
-        driver.finish()
-        copies.accept(self._late)
-
-    def _put_back(self, segments: Sequence[DeviceSegment]) -> None:
-        """Map again what was unmapped, with its contents; without them nothing of this pool is to be used any more.
-
-        Raises:
-            DeviceError: that failed too.
-        """
-        core = self._core
-        try:
-            with contextlib.suppress(DeviceError):
-                core.driver.finish()
-            for segment in segments:
-                core.table.map(segment)
-                if core.copies.has(segment):
-                    core.copies.load(segment)
-                else:
-                    core.driver.zero(segment.address, segment.size_bytes)
-            core.driver.finish()
-        except DeviceError as error:
-            core.closed = True
-            msg = f"{error}; a copy had failed, and memory could not be put back as it was: restart the stage"
-            raise DeviceError(msg, lost=True) from error
-
-    def _observe(self, before: Reading, released: int) -> int:
-        """Bytes that left since `before`, measured; the driver's books get a moment to follow.
-
-        Raises:
-            DeviceError: the probe that measured before can not measure now.
-        """
-        deadline = time.monotonic() + self._core.settle_s
-        while True:
-            held = self._held(before.scope)
-            gone = max(0, before.n_bytes - held)
-            if gone >= released or time.monotonic() > deadline:
-                self._core.note_reading(Reading(held, before.scope))
-                return gone
-            time.sleep(_POLL_S)
-
-    def _held(self, scope: Scope) -> int:
-        """What is held now; a process that no longer holds anything is not listed."""
-        probe = self._core.probe
-        return (probe.process_bytes() or 0) if scope == "process" else probe.device_bytes()
 
     def _forget(self, tag: DeviceTag) -> None:
         for segment in tag.segments:
@@ -391,22 +268,3 @@ def host_bytes(core: DeviceCore) -> int:
     """Host memory that copies and kept tensors take now."""
     kept = (len(data) for tag in tuple(core.books.values()) for data in tuple(tag.kept_data.values()))
     return core.copies.held_bytes() + sum(kept)
-
-
-def host_address(data: bytearray) -> int:
-    """Where a bytearray's bytes are; it must not grow meanwhile."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))
-
-
-def _capped(released: dict[str, int], observed: int) -> dict[str, int]:
-    """Released bytes by tag, in all no more than were seen to leave."""
-    freed, left = {}, observed
-    for name, n_bytes in released.items():
-        freed[name] = min(n_bytes, left)
-        left -= freed[name]
-    return freed
-
-
-def _device_note(source: str, *, alone: bool) -> str:
-    others = "" if alone else ", and another stage may have moved memory meanwhile"
-    return f"the driver does not show what this process holds; measured on the whole device by {source}{others}"

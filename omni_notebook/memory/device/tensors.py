@@ -46,6 +46,10 @@ class ModuleTensors:
         if all(known is not module for _, known in self._modules):
             self._modules.append((tag, module))
 
+    def forget(self, tag: str) -> None:
+        """Forget the modules of a tag that is no more."""
+        self._modules = [one for one in self._modules if one[0] != tag]
+
     def clear(self) -> None:
         """Forget all."""
         self._modules.clear()

@@ -17,8 +17,8 @@ from omni_notebook.memory.base import (
 )
 from omni_notebook.memory.books import TagState
 from omni_notebook.memory.device.measuring import PROCESS
-from omni_notebook.memory.device.sleeping import host_address
 from omni_notebook.memory.device.tags import WHOLE
+from omni_notebook.memory.device.unmapping import host_address
 from omni_notebook.memory.lanes import never
 from omni_notebook.protocol import gib
 
@@ -177,6 +177,7 @@ class DeviceWaking:
 
     def commit(self) -> None:
         """See `DevicePool.commit_wake`."""
+        self._core.check_open("commit_wake")
         chosen = self._core.books.select(None, TagState.MAPPED, "commit_wake")
         for tag in chosen:
             if tag.needs_restore():
@@ -205,10 +206,10 @@ def _check(stop: Callable[[], bool]) -> None:
         raise TransitionCancelledError(msg)
 
 
-def no_device_memory(device: str, needed_bytes: int, free_bytes: int) -> OutOfMemoryError:
-    """The error for device memory that can not be had."""
+def no_device_memory(device: str, needed_bytes: int, free_bytes: int, *, then: str = "wake again") -> OutOfMemoryError:
+    """The error for device memory that can not be had; `then`: what to do with more."""
     message = (
         f"{gib(needed_bytes)} GiB of {device}'s memory are needed and {gib(free_bytes)} GiB are free; nothing was "
-        "mapped. Free memory (other stages, variables of this session, other processes) and wake again."
+        f"mapped. Free memory (other stages, variables of this session, other processes) and {then}."
     )
     return OutOfMemoryError(message, needed_bytes=needed_bytes, free_bytes=free_bytes)

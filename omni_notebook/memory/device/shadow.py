@@ -20,7 +20,7 @@ import torch
 from omni_notebook.memory.arena import CHUNK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -46,16 +46,35 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def chunk_sums(parts: Iterable[torch.Tensor]) -> list[Sums]:
-    """The sums, (chunks, 8), of parts: uint8 tensors of one device, whole chunks each."""
+class Begun:
+    """Sums that the device takes: kernels now, their results when asked for.
+
+    Between the two may lie copies: results come by the device's copy engine, behind all copies that were begun before.
+    """
+
+    def __init__(self, sums: Mapping[DeviceSegment, torch.Tensor]) -> None:
+        self._sums = sums
+
+    def wait(self) -> None:
+        """Return once the device has read all bytes."""
+        for device in {one.device for one in self._sums.values() if one.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()
+
+    def result(self) -> dict[DeviceSegment, Sums]:
+        """Each segment's sums, (chunks, 8)."""
+        return {segment: one.cpu().numpy() for segment, one in self._sums.items()}
+
+
+@torch.inference_mode()
+def chunk_sums(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Begin to take the sums, (chunks, 8) int64, of parts: uint8 tensors of one device, whole chunks each."""
     placed: tuple[torch.Tensor, torch.Tensor] | None = None
     begun = []
-    with torch.inference_mode():
-        for part in parts:
-            if placed is None:
-                placed = tuple(one.to(part.device) for one in _weights())  # type: ignore[assignment]
-            begun.append(_sum(part, *placed))  # type: ignore[misc]
-        return [one.cpu().numpy() for one in begun]
+    for part in parts:
+        if placed is None:
+            placed = tuple(one.to(part.device) for one in _weights())  # type: ignore[assignment]
+        begun.append(_sum(part, *placed))  # type: ignore[misc]
+    return begun
 
 
 def _sum(part: torch.Tensor, inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
@@ -72,13 +91,17 @@ class Shadow:
 
     def sums(self, segments: Iterable[DeviceSegment]) -> dict[DeviceSegment, Sums]:
         """The sums of those segments that are there; empty where none can be had."""
+        return self.begin(segments).result()
+
+    def begin(self, segments: Iterable[DeviceSegment]) -> Begun:
+        """Begin to take them."""
         several = [one for one in segments if one.mapped and self._driver.is_live(one.allocation)]
         parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several] if self._works else []
         if any(part is None for part in parts):
             self._works = False
-        if not self._works or not several:
-            return {}
+        if not self._works:
+            return Begun({})
         try:
-            return dict(zip(several, chunk_sums(parts), strict=True))  # type: ignore[arg-type]
+            return Begun(dict(zip(several, chunk_sums(parts), strict=True)))  # type: ignore[arg-type]
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking
-            return {}
+            return Begun({})

@@ -108,7 +108,7 @@ class Unmapping:
                 for run in runs:
                     self._core.copies.begin(run)
                 marks[segment] = self._core.driver.mark()
-            self._core.copies.sum_copied(late)
+            copied = self._core.copies.sum_copied(late)
             yield from (segment for segment in segments if segment not in marks and segment not in given_up)
             for segment in list(marks):
                 self._core.driver.reached(marks.pop(segment))
@@ -116,7 +116,7 @@ class Unmapping:
             self._core.driver.finish()
         finally:
             self._drop(marks)
-        self._core.copies.accept(late)
+        self._core.copies.accept(late, copied)
         yield from (segment for segment in segments if segment in given_up)
 
     def _drop(self, marks: dict[DeviceSegment, Any]) -> None:

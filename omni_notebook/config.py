@@ -108,6 +108,15 @@ def has_vllm() -> bool:
 
 
 @functools.cache
+def has_cuda() -> bool:
+    """Whether there are an NVIDIA driver and a torch built for it; looks, and imports neither."""
+    torch = importlib.util.find_spec("torch")
+    folders = [Path(one) / "lib" for one in (torch.submodule_search_locations if torch else None) or ()]
+    built = any((folder / "libtorch_cuda.so").exists() for folder in folders)
+    return built and any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+@functools.cache
 def has_diffusers() -> bool:
     """Whether diffusers can be imported; looks, and does not import it."""
     return importlib.util.find_spec("diffusers") is not None
@@ -268,8 +277,13 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def executor_name(self) -> Literal["uni", "mp", "ray"]:
         """The executor, where "auto" is decided: what is on a GPU has a process of its own, where it is measured."""
         if self.executor == "auto":
-            return "mp" if self._ranks > 1 or any(d.startswith("cuda") for d in (self.device, *self.devices)) else "uni"
+            return "mp" if self._ranks > 1 or self._is_on_gpu else "uni"
         return self.executor
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        named = self.devices or (self.device,)
+        return any(device.startswith("cuda") or (device == "auto" and has_cuda()) for device in named)
 
     @property
     def _ranks(self) -> int:

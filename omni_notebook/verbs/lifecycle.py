@@ -166,6 +166,12 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--engine-args", type=_json_object, default=_UNSET, metavar="JSON", help=_ENGINE_ARGS_HELP)
     group.add_argument("--device", default=_UNSET, metavar="DEVICE", help="auto, cpu, cuda")
     group.add_argument("--devices", nargs="+", default=_UNSET, metavar="DEVICE", help="one device a rank")
+    group.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=_UNSET,
+        help="on a GPU: replay captured passes of our own models (the default)",
+    )
     group.add_argument("--dtype", choices=get_args(config.DType), default=_UNSET, help="of weights and activations")
     group.add_argument("--step-execution", action="store_true", default=_UNSET, help=_STEPS_HELP)
     group.add_argument(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import DeviceError
 from omni_notebook.memory.device.driver import Allocation, Reserved
+from omni_notebook.memory.device.nearness import near_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -110,6 +111,10 @@ class AllocatorDriver:
         return None
 
     # ------------------------------------------------------------------------------- measuring
+
+    def near_cpus(self) -> frozenset[int]:
+        """See `Driver.near_cpus`."""
+        return near_cpus(self._torch, self._index)
 
     def trim(self) -> None:
         """See `Driver.trim`."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from omni_notebook.memory import libc
 from omni_notebook.memory.arena import CHUNK, Segment, no_memory, round_up
+from omni_notebook.memory.device.nearness import stay_near
 from omni_notebook.memory.host import usable_cpus
 
 if TYPE_CHECKING:
@@ -211,7 +212,9 @@ class HostCopies:
         missing = [one for one in segments if one not in self._buffers]
         rest = sum(one.size_bytes for one in missing)
         coming: deque[tuple[DeviceSegment, Segment, list[Future[None]]]] = deque()
-        threads = ThreadPoolExecutor(max_workers=max(1, min(_MAX_THREADS, usable_cpus())))
+        near = self._driver.near_cpus()
+        n_threads = max(1, min(_MAX_THREADS, usable_cpus(), len(near) or _MAX_THREADS))
+        threads = ThreadPoolExecutor(n_threads, initializer=stay_near, initargs=(near,))
         try:
             waiting = iter(missing)
             while go_on(rest):

@@ -117,6 +117,10 @@ class Driver(Protocol):
         """Undo `pin`."""
         ...
 
+    def near_cpus(self) -> frozenset[int]:
+        """The processors near the device; empty where nobody says."""
+        ...
+
     def trim(self) -> None:
         """Give back what torch's allocator caches and nobody uses."""
         ...

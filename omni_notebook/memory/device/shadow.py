@@ -73,12 +73,13 @@ class Shadow:
     def sums(self, segments: Iterable[DeviceSegment]) -> dict[DeviceSegment, Sums]:
         """The sums of those segments that are there; empty where none can be had."""
         several = [one for one in segments if one.mapped and self._driver.is_live(one.allocation)]
-        parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several] if self._works else []
-        if any(part is None for part in parts):
-            self._works = False
         if not self._works or not several:
             return {}
         try:
+            parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several]
+            if any(part is None for part in parts):
+                self._works = False
+                return {}
             return dict(zip(several, chunk_sums(parts), strict=True))  # type: ignore[arg-type]
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking
             return {}

@@ -14,7 +14,7 @@ from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.protocol import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
     from omni_notebook.memory.base import Scope
     from omni_notebook.memory.device.copies import CopyPlan
@@ -90,7 +90,7 @@ class Unmapping:
         copy_ms = (last - started) * 1e3 if late is not None and late.runs else 0.0
         return released, list(dict.fromkeys(map(str, errors))), copy_ms
 
-    def _in_order(self, chosen: Sequence[DeviceTag], late: CopyPlan | None) -> Iterator[DeviceSegment]:
+    def _in_order(self, chosen: Sequence[DeviceTag], late: CopyPlan | None) -> Generator[DeviceSegment]:
         """The segments: those that can be had again at once, others once their copy is there, at last what is given up.
 
         Raises:

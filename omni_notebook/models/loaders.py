@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -190,15 +190,13 @@ def _pieces(places: Places, folder: str | Path) -> dict[str, FilePiece]:
         start, table = _header(file)
         for name, target in places.targets.items():
             entry = table.get(name)
-            if entry is None or _TYPES.get(entry["dtype"]) != target.dtype or not target.is_contiguous():
+            if entry is None or _TYPES.get(entry.dtype) != target.dtype or not target.is_contiguous():
                 continue
-            rows = _rows(entry["shape"], places.parts.get(name))
+            rows = _rows(entry.shape, places.parts.get(name))
             if rows is not None and target.numel():
-                first, last = entry["data_offsets"]
-                row_bytes = (last - first) // max(entry["shape"][0], 1) if entry["shape"] else last - first
-                piece = FilePiece(
-                    file, start + first + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes, target.data_ptr()
-                )
+                row_bytes = entry.n_bytes // max(entry.shape[0], 1) if entry.shape else entry.n_bytes
+                first = start + entry.offset + rows[0] * row_bytes
+                piece = FilePiece(file, first, (rows[1] - rows[0]) * row_bytes, target.data_ptr())
                 if piece.n_bytes == target.nbytes:
                     found[name] = piece
     return found
@@ -215,7 +213,21 @@ def _rows(shape: Sequence[int], part: tuple[slice, ...] | None) -> tuple[int, in
     return (first, end) if step == 1 else None
 
 
-def _header(file: Path) -> tuple[int, dict[str, Any]]:
+class _Entry(NamedTuple):
+    """One tensor of a safetensors header; `offset` in the file's data."""
+
+    dtype: str
+    shape: list[int]
+    offset: int
+    n_bytes: int
+
+
+def _entry(dtype: str, shape: list[int], data_offsets: tuple[int, int]) -> _Entry:
+    first, end = data_offsets
+    return _Entry(dtype, shape, first, end - first)
+
+
+def _header(file: Path) -> tuple[int, dict[str, _Entry]]:
     """Where a safetensors file's data begins, and its table of tensors; the file was opened as one before.
 
     Raises:
@@ -224,8 +236,9 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            return 8 + size, json.loads(stream.read(size))
-    except (OSError, ValueError) as error:
+            table = json.loads(stream.read(min(size, file.stat().st_size)))
+        return 8 + size, {name: _entry(**raw) for name, raw in table.items() if name != "__metadata__"}
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         msg = f"{file}: not a whole safetensors file: {error}"
         raise ConfigError(msg) from error
 

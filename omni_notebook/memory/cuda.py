@@ -115,7 +115,7 @@ class CudaPool(DevicePool):
         return any(span_of(name, plain, self._core.table) for name, plain in plain_tensors("", tensor))
 
     def _take(self, tag: DeviceTag, sizes: Sequence[int]) -> list[Range]:
-        """Zeroed ranges of these sizes, all or none: no tensor has all bytes of one, and the rest is always the same."""
+        """Zeroed ranges of these sizes, all or none: what no tensor takes of one is the same in every life of it."""
         made: list[Range] = []
         driver = self._core.driver
         try:

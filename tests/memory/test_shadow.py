@@ -201,7 +201,8 @@ def test_sums_that_can_not_be_taken_mean_copying_everything_and_no_error(rig, mo
     def int_mm(*args):
         calls.append(1)
         if refuse(len(calls)):
-            raise RuntimeError("no int8 matrix units")
+            msg = "no int8 matrix units"
+            raise RuntimeError(msg)
         return real(*args)
 
     monkeypatch.setattr(torch, "_int_mm", int_mm)
@@ -227,7 +228,8 @@ def test_bytes_that_can_not_be_looked_at_end_no_sleep(rig, monkeypatch):
     wake(rig.pool)
 
     def refuse(*_):
-        raise RuntimeError("CUDA error: out of memory")
+        msg = "CUDA error: out of memory"
+        raise RuntimeError(msg)
 
     monkeypatch.setattr(rig.pool._core.driver, "bytes_at", refuse)
     prepared, _ = sleep(rig.pool)

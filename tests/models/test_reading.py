@@ -161,7 +161,8 @@ def test_whoever_is_asked_between_tensors_ends_the_load_and_no_thread_goes_on(ma
     def between():
         asked.append(1)
         if len(asked) == 3:
-            raise KeyError("cancelled")
+            msg = "cancelled"
+            raise KeyError(msg)
 
     with pytest.raises(KeyError, match="cancelled"):
         load_into(module, folder, between=between, reader=reader)
@@ -173,7 +174,7 @@ def test_whoever_is_asked_between_tensors_ends_the_load_and_no_thread_goes_on(ma
 @pytest.mark.parametrize("when", ["before", "while it is read"])
 def test_a_file_that_is_cut_short_is_a_config_error(machine, reader, folder, when):
     module = adopted(machine)
-    file = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)[-1]
+    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
 
     def cut():
         with file.open("r+b") as stream:

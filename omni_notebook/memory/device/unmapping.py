@@ -1,4 +1,4 @@
-"""The device's part of a sleep's commit: segments are unmapped, some of them behind their copies, and it is measured."""
+"""The device's part of a sleep's commit: segments are unmapped, some behind their copies, and it is measured."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ class Unmapping:
         except DeviceError as error:
             raise self._broken(error) from error
         if lost:
-            raise self._broken("contents that were to be given up are gone")
+            msg = "contents that were to be given up are gone"
+            raise self._broken(msg)
 
     def _broken(self, why: object) -> DeviceError:
         self._core.broken = f"a sleep failed, and memory could not be put back as it was ({why})"

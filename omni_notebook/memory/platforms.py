@@ -93,6 +93,9 @@ def create_pool(
         raise UnsupportedError(msg)
     known = {info.platform: info for info in describe_platforms()}
     platform, _, number = device.partition(":")
+    if number and not (number.isascii() and number.isdigit()):
+        msg = f"device {device!r}: after the colon comes the number of a device, like 'cuda:0'"
+        raise UnsupportedError(msg)
     if platform == "auto":
         platform = "cuda" if known["cuda"].supported and _module("cuda").is_usable() else "cpu"
     if platform not in known:

@@ -13,22 +13,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.memory.device.reader import FilePiece
 from omni_notebook.models.places import Places, sliced_shape, some
+from omni_notebook.models.straight import FLOATS, read_straight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torch import Tensor, nn
 
     from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.models.places import Slices
-
-_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""Types that a model computes in, by their names in safetensors headers."""
-_TYPES = _FLOATS | {"F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8}
-_LEAST_BYTES = 64 * 1024**2
-"""Fewer are copied as fast as a reader's buffers are made."""
 
 STEM = "model"
 SINGLE_FILE = f"{STEM}.safetensors"
@@ -85,7 +79,7 @@ def checkpoint_dtype(files: Iterable[Path]) -> torch.dtype:
             handle = _open(stack, file)
             for name in handle.keys():  # noqa: SIM118
                 piece = handle.get_slice(name)
-                kind = _FLOATS.get(piece.get_dtype())
+                kind = FLOATS.get(piece.get_dtype())
                 if kind is not None:
                     sizes[kind] += math.prod(piece.get_shape()) * kind.itemsize
     return sizes.most_common(1)[0][0] if sizes else torch.float32
@@ -169,83 +163,6 @@ def load_into(
             if between is not None:
                 between()
             places.targets[name].copy_(tensor)
-
-
-def read_straight(
-    files: Iterable[Path],
-    targets: Mapping[str, Tensor],
-    slices: Slices,
-    reader: FileReader | None,
-    between: Callable[[], None] | None = None,
-) -> set[str]:
-    """Have `reader` read those tensors whose bytes in the files are the bytes in their targets; return their names.
-
-    Few bytes are left to the caller, as everything is where there is no reader. between: called now and then; may
-    raise. Raises ConfigError where a file can not be read to the end.
-    """
-    pieces = {} if reader is None else _pieces(files, targets, slices)
-    if reader is None or sum(piece.n_bytes for piece in pieces.values()) < _LEAST_BYTES:
-        return set()
-    try:
-        reader.read(pieces.values(), between or _nothing)
-    except OSError as error:
-        msg = f"a checkpoint cannot be read: {error}"
-        raise ConfigError(msg) from error
-    return set(pieces)
-
-
-def _nothing() -> None:
-    """Nobody asks to stop."""
-
-
-def _pieces(files: Iterable[Path], targets: Mapping[str, Tensor], slices: Slices) -> dict[str, FilePiece]:
-    """The tensors that are one run of bytes in a file, and the same in their targets."""
-    found: dict[str, FilePiece] = {}
-    for file in files:
-        start, table = _header(file)
-        for name in table.keys() & targets.keys():
-            entry, target = table[name], targets[name]
-            if _TYPES.get(entry["dtype"]) == target.dtype and target.is_contiguous() and target.numel():
-                run = _run(entry, slices.get(name))
-                if run is not None and run[1] == target.nbytes:
-                    found[name] = FilePiece(file, start + run[0], run[1], target.data_ptr())
-    return found
-
-
-def _run(entry: Mapping[str, Any], part: tuple[slice, ...] | None) -> tuple[int, int] | None:
-    """Where a part of a tensor begins in its file's data, and its bytes; None where it is not one run."""
-    first, last = entry["data_offsets"]
-    rows = _rows(entry["shape"], part)
-    if rows is None:
-        return None
-    row_bytes = (last - first) // max(entry["shape"][0], 1) if entry["shape"] else last - first
-    return first + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes
-
-
-def _rows(shape: Sequence[int], part: tuple[slice, ...] | None) -> tuple[int, int] | None:
-    """The rows (first, end) that a part consists of; None where it is not whole rows."""
-    if not shape:
-        return 0, 1
-    pieces = [piece.indices(size) for piece, size in zip(part or (), shape, strict=False)]
-    if any(piece != (0, size, 1) for piece, size in zip(pieces[1:], shape[1:], strict=False)):
-        return None
-    first, end, step = pieces[0] if pieces else (0, shape[0], 1)
-    return (first, end) if step == 1 else None
-
-
-def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where a safetensors file's data begins, and its table of tensors; the file was opened as one before.
-
-    Raises:
-        ConfigError: it is none any more.
-    """
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            return 8 + size, json.loads(stream.read(size))
-    except (OSError, ValueError) as error:
-        msg = f"{file}: not a whole safetensors file: {error}"
-        raise ConfigError(msg) from error
 
 
 def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:

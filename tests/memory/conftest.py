@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from omni_notebook.memory.cpu import CpuPool
 from tests.memory.fake_cuda import Rig
@@ -41,6 +42,15 @@ def pytest_collection_modifyitems(config, items):
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in gone]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """On a busy machine two threads of torch's wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["auto", "checksum"])

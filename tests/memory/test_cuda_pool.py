@@ -116,7 +116,8 @@ def test_an_adoption_whose_values_can_not_be_copied_leaves_module_and_pool_as_be
     address = module.embed.data_ptr()
 
     def refuse(_block, _segment):
-        raise RuntimeError("CUDA error")
+        msg = "CUDA error"
+        raise RuntimeError(msg)
 
     monkeypatch.setattr("omni_notebook.memory.adoption._move_block", refuse)
     with pytest.raises(RuntimeError, match="CUDA error"):
@@ -197,11 +198,12 @@ def test_without_room_nothing_is_left_behind_and_the_error_has_the_figures(pool,
     machine.gpu.others_bytes = machine.gpu.free_bytes - 5 * MIB
     module = nn.ParameterList([torch.ones(MIB // 4) for _ in range(3)])
     addresses, before = [t.data_ptr() for t in module], snapshot(machine, pool)
+    allocate = {
+        "empty": lambda: pool.empty((5 * MIB + 1,), torch.uint8, "weights", recomputable=False),
+        "adopt": lambda: pool.adopt(module),
+    }[how]
     with pytest.raises(OutOfMemoryError, match="try again") as caught:
-        if how == "empty":
-            pool.empty((5 * MIB + 1,), torch.uint8, "weights", recomputable=False)
-        else:
-            pool.adopt(module)
+        allocate()
     assert (caught.value.needed_bytes, caught.value.free_bytes) == (6 * MIB, 5 * MIB)
     assert [t.data_ptr() for t in module] == addresses
     assert_nothing_left(machine, pool, before)

@@ -118,8 +118,9 @@ def test_an_order_between_prepare_and_commit_that_aborts_leaves_all_as_before(ri
     assert_works(rig, before)
 
 
+@pytest.mark.parametrize("place", [1, MIB], ids=["in the same chunk", "in another"])
 @pytest.mark.parametrize("seen", ["dirty", "clean"])
-def test_what_is_written_between_prepare_and_commit_never_makes_a_copy_that_only_seems_right(rig, seen):
+def test_what_is_written_between_prepare_and_commit_never_makes_a_copy_that_only_seems_right(rig, seen, place):
     late(rig.pool)
     wake(rig.pool)
     first = rig.model.big.clone()
@@ -127,10 +128,11 @@ def test_what_is_written_between_prepare_and_commit_never_makes_a_copy_that_only
         rig.model.big.view(-1)[0] += 1
     planned = rig.model.big.clone()
     rig.pool.prepare_sleep(1, late_copy=True)
-    rig.model.big.view(-1)[1] += 1  # against the rules; the sleep may take it or leave it
+    rig.model.big.view(-1)[place] += 1  # against the rules; the sleep may take it or leave it
+    written = rig.model.big.clone()
     rig.pool.commit_sleep()
     wake(rig.pool)
-    for contents in (planned, first, planned):
+    for contents in (written, planned, first, written):
         rig.model.big.copy_(contents)
         sleep(rig.pool)
         wake(rig.pool)

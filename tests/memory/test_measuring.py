@@ -297,6 +297,9 @@ def test_an_old_kernel_another_system_and_a_switched_off_mode_are_refused_with_t
         platforms.create_pool("cpu", enable_sleep_mode=False)
     with pytest.raises(UnsupportedError, match="unknown"):
         platforms.create_pool("tpu")
+    for wrong in ("cuda:x", "cuda:-1", "cpu: 1", "auto:²"):
+        with pytest.raises(UnsupportedError, match="number of a device"):
+            platforms.create_pool(wrong)
     monkeypatch.setattr(platforms, "linux_release", lambda: (5, 10))
     with pytest.raises(UnsupportedError, match=r"5\.14 or newer \(this is 5\.10\)"):
         platforms.create_pool("cpu")

@@ -13,6 +13,7 @@ from omni_notebook.worker.control import Control
 from omni_notebook.worker.graphs import NO_GRAPHS
 from omni_notebook.worker.rank import Rank
 from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
+from tests.memory.fake_ranges import OwnRig
 
 
 class Books:
@@ -44,14 +45,24 @@ class Books:
         pass
 
 
-@pytest.fixture
-def ordered():
-    rig, books = Rig(), Books()
+@pytest.fixture(
+    params=[(Rig, False), (Rig, True), (OwnRig, False), (OwnRig, True)], ids=lambda one: f"{one[0].__name__} {one[1]}"
+)
+def ordered(request):
+    make, alone = request.param
+    rig, books = make(), Books()
     books.pool, books.refill = rig.pool, rig.fill
     rig.pool.record_checksum()
     acks = AckBuilder(RankId(0, 0, 0), device=rig.pool.device, device_name=rig.pool.device_name)
     control = Control(
-        Rank(pool=rig.pool, runner=books, weights=books, ballast=SimpleNamespace(fill=lambda: None), acks=acks)
+        Rank(
+            pool=rig.pool,
+            runner=books,
+            weights=books,
+            ballast=SimpleNamespace(fill=lambda: None),
+            acks=acks,
+            alone=alone,
+        )
     )
     return rig, control
 
@@ -114,3 +125,41 @@ def test_an_order_that_is_taken_back_after_it_committed_restores_all(ordered):
     sleep(control, 1)
     control.undo("s")
     assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))
+
+
+def test_a_rank_that_moves_alone_copies_while_it_unmaps_and_says_as_much(ordered):
+    rig, control = ordered
+    alone = control._rank.alone
+    control.sleeping.prepare_sleep(SleepTask(task_id="s", level=1))
+    assert (rig.cumem.calls["memcpy"] == 0) is alone
+    ack = control.sleeping.commit_sleep("s")
+    metadata = ack.metadata
+    assert (metadata["copied_bytes"], metadata["skipped_clean_bytes"]) == (12 * MIB, 0)
+    assert metadata["phases_ms"]["copy"] > 0
+    assert metadata["phases_ms"]["unmap"] > 0
+    assert sum(value or 0 for value in metadata["phases_ms"].values()) <= metadata["latency_ms"] + 1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_orders_may_be_repeated_with_nothing_left_to_copy(ordered, level):
+    rig, control = ordered
+    before = rig.copies()
+    for turn in range(3):
+        ack = sleep(control, level)
+        assert (ack.status, ack.freed_bytes) == ("SUCCESS", 16 * MIB)
+        assert (ack.metadata["copied_bytes"] == 0) is (level == 1 and turn > 0)
+        assert wake(control).status == "SUCCESS"
+    assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))
+
+
+@pytest.mark.parametrize("ordered", [(Rig, True), (OwnRig, True)], ids=["vllm", "own"], indirect=True)
+def test_a_copy_that_fails_in_the_commit_leaves_the_rank_awake(ordered):
+    rig, control = ordered
+    before = rig.copies()
+    control.sleeping.prepare_sleep(SleepTask(task_id="s", level=1))
+    rig.cumem.fail("wait", 2)
+    with pytest.raises(DeviceError):
+        control.sleeping.commit_sleep("s")
+    assert rig.pool.host_backup_bytes() == 0
+    assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))
+    assert sleep(control, 1).status == "SUCCESS"

@@ -223,11 +223,12 @@ class HostCopies:
                     coming.append((one, memory, [threads.submit(_populate, *part) for part in _parts(memory)]))
                 if not coming:
                     return
-                segment, memory, pages = coming.popleft()
-                self._lock(segment, memory, pages)
-                rest -= segment.size_bytes
+                self._lock(*coming[0])
+                rest -= coming.popleft()[0].size_bytes
         finally:
             threads.shutdown(cancel_futures=True)
+            for _, memory, _ in coming:
+                memory.close()
 
     def _lock(self, segment: DeviceSegment, memory: Segment, coming: Sequence[Future[None]]) -> None:
         try:

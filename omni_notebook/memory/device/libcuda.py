@@ -235,7 +235,10 @@ def record_event(stream: int) -> int:
     """
     event = ctypes.c_void_p()
     _check("cuEventCreate", _driver().cuEventCreate(ctypes.byref(event), _NO_TIMING))
-    _check("cuEventRecord", _driver().cuEventRecord(event, stream))
+    error = _driver().cuEventRecord(event, stream)
+    if error:
+        _driver().cuEventDestroy_v2(event)
+        _check("cuEventRecord", error)
     return event.value or 0
 
 

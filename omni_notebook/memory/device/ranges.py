@@ -158,7 +158,7 @@ class RangeDriver(CudaDriver):
 
     def reader(self) -> FileReader:
         """What reads files into the ranges."""
-        return FileReader(self.attach, self._driver)
+        return FileReader(self, self._driver)
 
     # ------------------------------------------------------------------------------- segments
 

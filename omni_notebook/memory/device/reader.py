@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omni_notebook.memory.arena import Segment
 from omni_notebook.memory.host import usable_cpus
@@ -30,6 +30,18 @@ class FilePiece(NamedTuple):
     address: int
 
 
+class Device(Protocol):
+    """Of a `memory.device.driver.Driver`, what a reader needs."""
+
+    def attach(self) -> None:
+        """Make the device the calling thread's own."""
+        ...
+
+    def enter(self) -> None:
+        """`attach`, and wait until the device has done all that was started."""
+        ...
+
+
 class FileReader:
     """Reads pieces of files into mapped device memory, many at a time. One caller at a time.
 
@@ -37,12 +49,12 @@ class FileReader:
     mapped file does the one after the other, on one thread. Each call takes and gives back 128 MiB of locked memory.
 
     Args:
-        attach: makes the device the calling thread's own.
+        device: attaches threads, and waits until all that was begun there is done.
         driver: `memory.device.libcuda`, or what has its functions.
     """
 
-    def __init__(self, attach: Callable[[], None], driver: Any) -> None:
-        self._attach = attach
+    def __init__(self, device: Device, driver: Any) -> None:
+        self._device = device
         self._driver = driver
         self._streams: list[int] = []
 
@@ -54,6 +66,7 @@ class FileReader:
             DeviceError: the driver refused a copy.
             OutOfMemoryError: no host memory for the buffers.
         """
+        self._device.enter()  # what was begun on other streams must not write after it
         n_threads = max(1, min(_MAX_THREADS, usable_cpus()))
         while len(self._streams) < n_threads:
             self._streams.append(self._driver.new_stream())
@@ -68,10 +81,7 @@ class FileReader:
                 threading.Thread(target=self._serve, args=(run, memory, lane), name="omni-read", daemon=True)
                 for lane in range(n_threads)
             ]
-            for lane in lanes:
-                lane.start()
-            for lane in lanes:
-                lane.join()
+            _work_through(lanes, run)
         if run.error is not None:
             raise run.error
 
@@ -81,7 +91,7 @@ class FileReader:
         marks: deque[int] = deque()
         turn = 0
         try:
-            self._attach()
+            self._device.attach()
             while (piece := run.next()) is not None:
                 if len(marks) == _BUFFERS:
                     self._driver.wait_event(marks.popleft())
@@ -93,15 +103,30 @@ class FileReader:
         except BaseException as error:  # noqa: BLE001  (`read` raises it)
             run.stop(error)
         finally:
-            self._settle(run, marks)
+            self._settle(run, marks, stream)
 
-    def _settle(self, run: _Run, marks: Iterable[int]) -> None:
-        """The buffers must not go while a copy reads them."""
-        try:
-            for mark in marks:
-                self._driver.wait_event(mark)
-        except BaseException as error:  # noqa: BLE001
-            run.stop(error)
+    def _settle(self, run: _Run, marks: Iterable[int], stream: int) -> None:
+        """The buffers must not go while a copy reads them, one that has no mark neither."""
+        waits = [*((self._driver.wait_event, mark) for mark in marks), (self._driver.wait, stream)]
+        for wait, what in waits:
+            try:
+                wait(what)
+            except BaseException as error:  # noqa: BLE001
+                run.stop(error)
+
+
+def _work_through(lanes: Iterable[threading.Thread], run: _Run) -> None:
+    """Start the threads and see their end, whatever comes: they use what the caller gives back then."""
+    started: list[threading.Thread] = []
+    try:
+        for lane in lanes:
+            lane.start()
+            started.append(lane)
+    except RuntimeError as error:  # no more threads
+        run.stop(error)
+    finally:
+        for lane in started:
+            lane.join()
 
 
 class _Run:

@@ -96,12 +96,13 @@ class Shadow:
     def begin(self, segments: Iterable[DeviceSegment]) -> Begun:
         """Begin to take them."""
         several = [one for one in segments if one.mapped and self._driver.is_live(one.allocation)]
-        parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several] if self._works else []
-        if any(part is None for part in parts):
-            self._works = False
         if not self._works:
             return Begun({})
         try:
+            parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several]
+            if any(part is None for part in parts):
+                self._works = False
+                return Begun({})
             return Begun(dict(zip(several, chunk_sums(parts), strict=True)))  # type: ignore[arg-type]
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking
             return Begun({})

@@ -1,4 +1,4 @@
-"""The device's part of a sleep's commit: segments are unmapped, some behind their copies, and what left is measured."""
+"""The device's part of a sleep's commit: segments are unmapped, some behind their copies, and it is measured."""
 
 from __future__ import annotations
 

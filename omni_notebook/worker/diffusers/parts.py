@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.models.loaders import read_straight, tensors_of
+from omni_notebook.models.loaders import tensors_of
+from omni_notebook.models.straight import read_straight
 from omni_notebook.worker.diffusers.library import load_model
 
 if TYPE_CHECKING:

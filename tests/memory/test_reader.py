@@ -1,0 +1,194 @@
+"""Files read straight into device memory: every byte, and nothing left behind when it ends early."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni_notebook.memory.base import DeviceError
+from omni_notebook.memory.device import reader as reading
+from omni_notebook.memory.device.reader import FilePiece
+from tests.memory.fake_cuda import MIB
+from tests.memory.fake_ranges import OwnMachine
+
+PART = 4096
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
+def machine(request, monkeypatch):
+    monkeypatch.setattr(reading, "_BUFFER", PART)
+    monkeypatch.setattr(reading, "usable_cpus", lambda: request.param)
+    return OwnMachine()
+
+
+@pytest.fixture
+def target(machine):
+    return machine.pool().empty((MIB,), torch.uint8, "weights", recomputable=False)
+
+
+@pytest.fixture
+def reader(machine, target):
+    return machine.pool().reader()
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(torch.randint(0, 256, (200_000,), dtype=torch.uint8).numpy().tobytes())
+    return path
+
+
+def open_files():
+    return [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(machine, file, tmp_path):
+    """No thread, file, lock on host memory, event or copy outlives a read."""
+    yield
+    assert [one.name for one in threading.enumerate() if one.name == "omni-read"] == []
+    assert not any(name.startswith(str(tmp_path)) for name in open_files())
+    assert machine.pinned == {}
+    assert machine.libcuda.events == 0
+    assert not any(machine.libcuda.streams.values())
+
+
+def nothing():
+    pass
+
+
+def piece(file, target, offset, n_bytes, place):
+    return FilePiece(file, offset, n_bytes, target.data_ptr() + place)
+
+
+@pytest.mark.parametrize("n_bytes", [1, PART - 1, PART, PART + 1, 7 * PART + 5, 150_000])
+def test_a_piece_is_read_to_the_byte_and_nothing_beside_it(reader, file, target, n_bytes):
+    data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+    reader.read([piece(file, target, 1234, n_bytes, 77)], nothing)
+    assert torch.equal(target[77 : 77 + n_bytes], data[1234 : 1234 + n_bytes])
+    assert not target[:77].any()
+    assert not target[77 + n_bytes :].any()
+
+
+def test_pieces_of_several_files_each_come_to_their_place(reader, file, tmp_path, target):
+    other = tmp_path / "other"
+    other.write_bytes(bytes([7]) * 50_000)
+    pieces = [piece(file, target, 1000 * n, 1000, 1000 * (50 - n)) for n in range(50)]
+    reader.read([*pieces, piece(other, target, 10, 40_000, 100_000)], nothing)
+    data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+    for one in pieces:
+        place = one.address - target.data_ptr()
+        assert torch.equal(target[place : place + 1000], data[one.offset : one.offset + 1000])
+    assert (target[100_000:140_000] == 7).all()
+
+
+def test_a_reader_serves_again_and_makes_no_more_streams(reader, machine, file, target):
+    for turn in range(3):
+        reader.read([piece(file, target, turn, 30_000, 0)], nothing)
+    assert len(machine.libcuda.streams) <= 1 + 3  # the pool's own, and one a thread
+    assert target[:30_000].numpy().tobytes() == file.read_bytes()[2:30_002]
+
+
+def test_nothing_to_read_is_fine(reader):
+    reader.read([], nothing)
+
+
+def test_it_waits_for_what_was_begun_on_the_device_before(reader, machine, file, target, monkeypatch):
+    order, synchronize, copy = [], machine.cuda.synchronize, machine.libcuda.copy
+    monkeypatch.setattr(machine.cuda, "synchronize", lambda index: (order.append("wait"), synchronize(index)))
+    monkeypatch.setattr(machine.libcuda, "copy", lambda *args: (order.append("copy"), copy(*args)))
+    reader.read([piece(file, target, 0, 10, 0)], nothing)
+    assert order == ["wait", "copy"]
+
+
+def test_a_thread_that_has_not_seen_the_device_may_read(reader, file, target):
+    failed = []
+
+    def read():
+        try:
+            reader.read([piece(file, target, 0, 10_000, 0)], nothing)
+        except BaseException as error:  # noqa: BLE001  (whatever it is)
+            failed.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert failed == []
+    assert target[:10_000].numpy().tobytes() == file.read_bytes()[:10_000]
+
+
+# ---------------------------------------------------------------------------------------- ending early
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5])
+def test_whoever_is_asked_between_parts_can_end_it(reader, file, target, turns):
+    asked = []
+
+    def check():
+        asked.append(1)
+        if len(asked) > turns:
+            msg = "cancelled"
+            raise KeyError(msg)
+
+    with pytest.raises(KeyError, match="cancelled"):
+        reader.read([piece(file, target, 0, 100_000, 0)], check)
+    assert len(asked) == turns + 1  # nobody goes on
+
+
+def test_a_file_that_ends_early_is_an_error_and_no_signal(reader, file, target):
+    with pytest.raises(OSError, match=r"data ends 100 bytes before the end of a tensor"):
+        reader.read([piece(file, target, 199_000, 1100, 0)], nothing)
+
+
+def test_a_file_that_is_not_there_is_an_error(reader, file, target):
+    with pytest.raises(FileNotFoundError):
+        reader.read([piece(file.with_name("none"), target, 0, 10, 0), piece(file, target, 0, 100_000, 0)], nothing)
+
+
+@pytest.mark.parametrize("number", [1, 2, 9])
+@pytest.mark.parametrize("name", ["memcpy", "event", "wait"])
+def test_a_copy_that_the_driver_refuses_ends_it_after_all_that_was_begun(reader, machine, file, target, name, number):
+    machine.fail(name, number)
+    with pytest.raises(DeviceError):
+        reader.read([piece(file, target, 0, 150_000, 0)], nothing)
+    reader.read([piece(file, target, 0, 150_000, 0)], nothing)
+    assert target[:150_000].numpy().tobytes() == file.read_bytes()[:150_000]
+
+
+def test_no_buffer_goes_while_a_copy_reads_it(reader, machine, file, target, monkeypatch):
+    """Also where several waits fail: the others are waited for."""
+    wait = machine.libcuda.wait
+
+    def failing(stream):
+        wait(stream)
+        msg = "cuStreamSynchronize: CUDA driver error 1"
+        raise DeviceError(msg)
+
+    monkeypatch.setattr(machine.libcuda, "wait", failing)
+    with pytest.raises(DeviceError):
+        reader.read([piece(file, target, 0, 150_000, 0)], nothing)
+
+
+def test_threads_that_can_not_be_started_end_it_after_those_that_could(reader, machine, file, target, monkeypatch):
+    start, count = threading.Thread.start, []
+
+    def refuse(thread):
+        count.append(1)
+        if len(count) == reading.usable_cpus():
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        reader.read([piece(file, target, 0, 150_000, 0)], nothing)
+
+
+def test_memory_that_can_not_be_locked_is_used_all_the_same(reader, machine, file, target):
+    machine.libcuda.pin_fails = True
+    reader.read([piece(file, target, 0, 50_000, 0)], nothing)
+    assert target[:50_000].numpy().tobytes() == file.read_bytes()[:50_000]

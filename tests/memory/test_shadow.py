@@ -32,7 +32,7 @@ def random_bytes(n_bytes, seed=1):
 
 def sums(data):
     (found,) = chunk_sums([data])
-    return found
+    return found.numpy()
 
 
 # ------------------------------------------------------------------------------------------ what shows

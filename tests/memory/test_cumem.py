@@ -14,7 +14,7 @@ from torch import nn
 
 from omni_notebook.errors import ArgumentError, UnsupportedError
 from omni_notebook.memory.base import DeviceError, TransitionOrderError
-from omni_notebook.memory.checksum import sum_bytes
+from omni_notebook.memory.device import shadow
 from omni_notebook.memory.device.checksum import Summer, pieces
 from tests.memory.fake_cuda import MIB, NewData, OldData, Rig
 from tests.memory.machines import all_equal
@@ -160,12 +160,30 @@ def sums_of(data):
 
 
 @pytest.mark.parametrize("n_bytes", [8, 24, 2 * MIB, 2 * MIB + 8, 37 * MIB + 16])
-def test_the_devices_sums_are_those_of_the_hosts_checksum(n_bytes):
+def test_the_sums_are_those_of_the_formula(n_bytes):
     data = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
     sums = sums_of(data)
-    view = memoryview(data.numpy())
-    expected = [sum_bytes(view[start : start + 2 * MIB]) for start in range(0, n_bytes, 2 * MIB)]
-    assert [tuple(row.tolist()) for row in sums] == expected
+    inner, outer = (one.numpy().astype(np.int64) for one in shadow._weights())
+    padded = torch.cat([data, torch.zeros(-n_bytes % (2 * MIB), dtype=torch.uint8)])
+    rows = padded.numpy().view(np.int8).reshape(-1, 256, 8192).astype(np.int64) @ inner.T
+    assert (sums == (rows.view(np.uint64) * outer.view(np.uint64)).sum(1)).all()
+
+
+def test_a_device_without_int8_products_has_its_bytes_summed_by_the_host(monkeypatch):
+    data = torch.randint(0, 256, (3 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    expected, product, refused = sums_of(data), torch._int_mm, []
+
+    def refuse_once(left, right):
+        if len(refused) % 2 == 0:
+            refused.append("no")
+            msg = "not implemented for this device"
+            raise NotImplementedError(msg)
+        refused.append("yes")
+        return product(left, right)
+
+    monkeypatch.setattr(torch, "_int_mm", refuse_once)
+    assert (sums_of(data) == expected).all()
+    assert refused == ["no", "yes"] * 2
 
 
 @pytest.mark.parametrize(("offset", "n_bytes"), [(1, 100), (2, 4 * MIB), (4, 4 * MIB + 3), (0, 5)])

@@ -1,6 +1,6 @@
-"""The checksum of `memory.checksum`, computed by torch where the bytes lie, on a device or the host.
+"""The checksum of tensors on a device or the host: for each 2 MiB of a tensor's bytes the eight sums of `shadow`.
 
-A tensor's value is one pair of sums for each 2 MiB of its bytes. Scratch memory: under 60 MiB.
+Scratch memory: under 20 MiB.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from omni_notebook.memory.arena import CHUNK
-from omni_notebook.memory.checksum import chunk_weights
+from omni_notebook.memory.device.shadow import N_SUMS, chunk_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -20,31 +20,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TensorSums = dict[str, bytes]
-"""A name → the little-endian int64 sums (low, high) of each 2 MiB of the tensor's bytes."""
+"""A name → the little-endian int64 sums of each 2 MiB of the tensor's bytes."""
 
-_ROWS = 16
 _GATHERED = 8
-_BATCH = _ROWS * CHUNK
+_BATCH = 64 * CHUNK
 _PART = 8 * CHUNK
-_WORDS = CHUNK // 8
-_HIGH_HALF = 0xFFFFFFFF
+_ALIGN = 16
 
 
 class Summer:
     """Sums the bytes of tensors of one device: `add` them, then take the `result` of all in one copy.
 
-    Whole chunks are summed where they lie, 16 at a time; tensors' last parts are gathered and summed together, so that
-    many small tensors cost few kernels.
+    Whole chunks are summed where they lie; tensors' last parts are gathered and summed together, so that many small
+    tensors cost few kernels. A device without int8 products has its bytes summed by the host.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._weights = [torch.from_numpy(part.view("int64").copy()).to(device) for part in chunk_weights()]
-        self._products = torch.empty((_ROWS, _WORDS), dtype=torch.int64, device=device)
         self._gathered = torch.empty((_GATHERED, CHUNK), dtype=torch.uint8, device=device)
         self._waiting: list[int] = []
         self._order: list[int] = []
-        self._lows: list[torch.Tensor] = []
-        self._highs: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
         self._n_rows = 0
 
     def add(self, pieces: Iterable[torch.Tensor]) -> list[int]:
@@ -56,7 +51,7 @@ class Summer:
         for piece in pieces:
             whole = piece.numel() // CHUNK * CHUNK
             for batch in piece[:whole].split(_BATCH) if whole else ():
-                self._sum(_words(batch).view(-1, _WORDS), self._take(batch.numel() // CHUNK))
+                self._sum(_aligned(batch), self._take(batch.numel() // CHUNK))
             if whole < piece.numel():
                 self._gather(piece[whole:])
         return list(range(first, self._n_rows))
@@ -75,32 +70,28 @@ class Summer:
 
     def _sum_gathered(self) -> None:
         if self._waiting:
-            self._sum(self._gathered[: len(self._waiting)].view(torch.int64), self._waiting)
+            self._sum(self._gathered[: len(self._waiting)].view(-1), self._waiting)
             self._waiting = []
 
-    def _sum(self, words: torch.Tensor, rows: list[int]) -> None:
-        low, high = self._weights
-        products = self._products[: len(rows)]
-        self._lows.append(torch.mul(words, low, out=products).sum(1))
-        torch.bitwise_right_shift(words, 32, out=products)
-        products &= _HIGH_HALF  # torch's shift keeps the sign
-        products *= high
-        self._highs.append(products.sum(1))
+    def _sum(self, data: torch.Tensor, rows: list[int]) -> None:
+        try:
+            self._sums += chunk_sums([data])
+        except (RuntimeError, NotImplementedError):
+            self._sums += [sums.to(data.device) for sums in chunk_sums([data.cpu()])]
         self._order += rows
 
     def result(self) -> NDArray[np.int64]:
-        """The sums (low, high) of all rows, on the host: shape [rows, 2]."""
+        """The sums of all rows, on the host: shape [rows, 8]."""
         self._sum_gathered()
-        table = np.zeros((self._n_rows, 2), np.int64)
+        table = np.zeros((self._n_rows, N_SUMS), np.int64)
         if self._order:
-            table[self._order] = torch.stack([torch.cat(self._lows), torch.cat(self._highs)], 1).cpu().numpy()
+            table[self._order] = torch.cat(self._sums).cpu().numpy()
         return table
 
 
-def _words(data: torch.Tensor) -> torch.Tensor:
-    """Whole words as int64, copied where they are not aligned."""
-    aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
-    return (data if aligned else data.clone()).view(torch.int64)
+def _aligned(data: torch.Tensor) -> torch.Tensor:
+    """Bytes as matrix units take them, copied where they are not aligned."""
+    return data if data.data_ptr() % _ALIGN == 0 else data.clone()
 
 
 def pieces(flat: torch.Tensor, layout: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     Sums = NDArray[np.int64]
 
-_SUMS = 8
+N_SUMS = 8
+"""For each chunk."""
 _ROW = 8192
 _ROWS = CHUNK // _ROW
 
@@ -37,11 +38,11 @@ _ROWS = CHUNK // _ROW
 @functools.cache
 def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     """The weights on the host: int8 (8, 8192) and int64 (256, 1)."""
-    stream = hashlib.shake_128(b"omni_notebook chunk shadow").digest(_SUMS * _ROW + 8 * _ROWS)
-    inner = np.frombuffer(stream[: _SUMS * _ROW], np.uint8) & 0x7F | 1
-    outer = np.frombuffer(stream[_SUMS * _ROW :], "<i8") | 1
+    stream = hashlib.shake_128(b"omni_notebook chunk shadow").digest(N_SUMS * _ROW + 8 * _ROWS)
+    inner = np.frombuffer(stream[: N_SUMS * _ROW], np.uint8) & 0x7F | 1
+    outer = np.frombuffer(stream[N_SUMS * _ROW :], "<i8") | 1
     return (
-        torch.from_numpy(inner.astype(np.int8).reshape(_SUMS, _ROW)),
+        torch.from_numpy(inner.astype(np.int8).reshape(N_SUMS, _ROW)),
         torch.from_numpy(outer.astype(np.int64).reshape(_ROWS, 1)),
     )
 
@@ -79,7 +80,7 @@ def chunk_sums(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _sum(part: torch.Tensor, inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     rows: torch.Tensor = torch._int_mm(part.view(torch.int8).view(-1, _ROW), inner.t())  # noqa: SLF001 (the only one)
-    return (rows.view(-1, _ROWS, _SUMS).to(torch.int64) * outer).sum(1)
+    return (rows.view(-1, _ROWS, N_SUMS).to(torch.int64) * outer).sum(1)
 
 
 class Shadow:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.memory.device.driver import Driver
     from omni_notebook.memory.device.segments import DeviceSegment
-    from omni_notebook.memory.device.shadow import Shadow, Sums
+    from omni_notebook.memory.device.shadow import Shadow, Sums, TakenSums
 
 
 _MAX_THREADS = 8
@@ -74,12 +74,12 @@ class Copies(Protocol):
         """
         ...
 
-    def sum_copied(self, plan: CopyPlan) -> None:
+    def sum_copied(self, plan: CopyPlan) -> TakenSums:
         """Take the sums of what a plan's runs, all begun, copy."""
         ...
 
-    def accept(self, plan: CopyPlan) -> None:
-        """All runs of a plan are copied."""
+    def accept(self, plan: CopyPlan, copied: TakenSums) -> None:
+        """All runs of a plan are copied; `copied`: their sums, taken meanwhile."""
         ...
 
     def make_room(self, segments: Sequence[DeviceSegment], go_on: Callable[[int], bool]) -> None:
@@ -185,22 +185,23 @@ class HostCopies:
         host = self._buffers[run.segment].memory.address
         self._driver.copy(host + run.offset, run.segment.address + run.offset, run.n_bytes)
 
-    def sum_copied(self, plan: CopyPlan) -> None:
+    def sum_copied(self, plan: CopyPlan) -> TakenSums:
         """See `Copies.sum_copied`; the plan's own sums may be older than what is copied, if somebody wrote since."""
-        fresh = self._shadow.sums(dict.fromkeys(run.segment for run in plan.runs))
+        return self._shadow.take(dict.fromkeys(run.segment for run in plan.runs))
+
+    def accept(self, plan: CopyPlan, copied: TakenSums) -> None:
+        """See `Copies.accept`; a segment that was freed meanwhile has no copy."""
+        fresh = copied.result()
         for segment, runs in groupby(plan.runs, key=lambda run: run.segment):
             before, now = plan.sums.pop(segment, None), fresh.get(segment)
             if now is None:
                 continue
             if before is not None:
-                copied = np.zeros(len(now), bool)
+                new = np.zeros(len(now), bool)
                 for run in runs:
-                    copied[run.offset // CHUNK : (run.offset + run.n_bytes) // CHUNK] = True
-                now = np.where(copied[:, None], now, before)
+                    new[run.offset // CHUNK : (run.offset + run.n_bytes) // CHUNK] = True
+                now = np.where(new[:, None], now, before)
             plan.sums[segment] = now
-
-    def accept(self, plan: CopyPlan) -> None:
-        """See `Copies.accept`; a segment that was freed meanwhile has no copy."""
         self._sums.update((one, sums) for one, sums in plan.sums.items() if one in self._buffers)
 
     def make_room(self, segments: Sequence[DeviceSegment], go_on: Callable[[int], bool]) -> None:

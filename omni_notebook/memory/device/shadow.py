@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,11 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
 
 def chunk_sums(parts: Iterable[torch.Tensor]) -> list[Sums]:
     """The sums, (chunks, 8), of parts: uint8 tensors of one device, whole chunks each."""
+    return [one.cpu().numpy() for one in _sum_all(parts)]
+
+
+def _sum_all(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums, where the parts are."""
     placed: tuple[torch.Tensor, torch.Tensor] | None = None
     begun = []
     with torch.inference_mode():
@@ -55,12 +60,26 @@ def chunk_sums(parts: Iterable[torch.Tensor]) -> list[Sums]:
             if placed is None:
                 placed = tuple(one.to(part.device) for one in _weights())  # type: ignore[assignment]
             begun.append(_sum(part, *placed))  # type: ignore[misc]
-        return [one.cpu().numpy() for one in begun]
+    return begun
 
 
 def _sum(part: torch.Tensor, inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     rows: torch.Tensor = torch._int_mm(part.view(torch.int8).view(-1, _ROW), inner.t())  # noqa: SLF001 (the only one)
     return (rows.view(-1, _ROWS, _SUMS).to(torch.int64) * outer).sum(1)
+
+
+class TakenSums(NamedTuple):
+    """Sums of segments, on the device."""
+
+    segments: list[DeviceSegment]
+    taken: list[torch.Tensor]
+
+    def result(self) -> dict[DeviceSegment, Sums]:
+        """By segment, on the host; empty where that fails."""
+        try:
+            return {one: sums.cpu().numpy() for one, sums in zip(self.segments, self.taken, strict=True)}
+        except RuntimeError:
+            return {}
 
 
 class Shadow:
@@ -72,14 +91,21 @@ class Shadow:
 
     def sums(self, segments: Iterable[DeviceSegment]) -> dict[DeviceSegment, Sums]:
         """The sums of those segments that are there; empty where none can be had."""
+        return self.take(segments).result()
+
+    def take(self, segments: Iterable[DeviceSegment]) -> TakenSums:
+        """The same, left on the device: fetching them waits for copies that are on their way."""
         several = [one for one in segments if one.mapped and self._driver.is_live(one.allocation)]
         if not self._works or not several:
-            return {}
+            return TakenSums([], [])
         try:
             parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several]
             if any(part is None for part in parts):
                 self._works = False
-                return {}
-            return dict(zip(several, chunk_sums(parts), strict=True))  # type: ignore[arg-type]
+                return TakenSums([], [])
+            taken = _sum_all(parts)  # type: ignore[arg-type]
+            if taken[0].is_cuda:  # the segments may be unmapped once this returns
+                torch.cuda.current_stream(taken[0].device).synchronize()
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking
-            return {}
+            return TakenSums([], [])
+        return TakenSums(several, taken)

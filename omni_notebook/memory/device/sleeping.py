@@ -153,10 +153,10 @@ class DeviceSleeping:
             for run in plan.runs:
                 _check(cancelled)
                 copies.begin(run)
-            copies.sum_copied(plan)
+            sums = copies.sum_copied(plan)
         finally:
             self._core.driver.finish()
-        copies.accept(plan)
+        copies.accept(plan, sums)
 
     def _kept_bytes(self, tag: DeviceTag) -> int:
         return sum(kept.n_bytes for kept in self._core.kept_ranges(tag))

@@ -49,6 +49,9 @@ class Unmapping:
         self, chosen: Sequence[DeviceTag], late: CopyPlan | None, before: Reading, note: str | None
     ) -> UnmapReport:
         released, notes, copy_ms = self._unmap(chosen, late)
+        if copy_ms:
+            with contextlib.suppress(DeviceError):
+                self._core.driver.trim()  # what taking sums took
         try:
             observed = self._observe(before, sum(released.values()))
         except DeviceError as error:
@@ -107,7 +110,7 @@ class Unmapping:
                 for run in runs:
                     self._core.copies.begin(run)
                 marks[segment] = self._core.driver.mark()
-            self._core.copies.sum_copied(late)
+            sums = self._core.copies.sum_copied(late)
             yield from (segment for segment in segments if segment not in marks and segment not in given_up)
             for segment in list(marks):
                 self._core.driver.reached(marks.pop(segment))
@@ -115,7 +118,7 @@ class Unmapping:
             self._core.driver.finish()
         finally:
             self._drop(marks)
-        self._core.copies.accept(late)
+        self._core.copies.accept(late, sums)
         yield from (segment for segment in segments if segment in given_up)
 
     def _drop(self, marks: dict[DeviceSegment, Any]) -> None:
@@ -138,6 +141,8 @@ class Unmapping:
                 core.driver.finish()
             for segment in segments:
                 core.table.map(segment)
+                if not segment.mapped:  # its owner has freed it meanwhile
+                    continue
                 if segment in whole:
                     core.copies.load(segment)
                 else:
@@ -145,7 +150,7 @@ class Unmapping:
             core.driver.finish()
             for tag in chosen:
                 for kept, data in tag.kept_data.items():
-                    if kept.segment in segments:
+                    if kept.segment in segments and kept.segment.mapped:
                         core.driver.copy(kept.address, host_address(data), kept.n_bytes)
             core.driver.finish()
         except DeviceError as error:

@@ -16,6 +16,7 @@ from omni_notebook.memory.arena import ALIGN, round_up
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, TransitionOrderError
 from omni_notebook.memory.books import TagState
 from omni_notebook.memory.device.libcuda import GRANULE
+from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.pool import DevicePool
 from omni_notebook.memory.device.ranges import Range, RangeDriver
 from omni_notebook.memory.device.settings import refuse_expandable_segments
@@ -120,8 +121,9 @@ class CudaPool(DevicePool):
         driver = self._core.driver
         try:
             driver.enter()
-            for n_bytes in sizes:
-                made.append(self._allocate(tag.name, n_bytes))  # noqa: PERF401  (an error must find those before)
+            with MOVING:
+                for n_bytes in sizes:
+                    made.append(self._allocate(tag.name, n_bytes))  # noqa: PERF401  (an error must find those before)
             for one in made:
                 driver.zero(one.address, one.size_bytes)
             driver.finish()

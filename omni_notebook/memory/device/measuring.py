@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOCK_WAIT_S = 2.0
+MOVING = threading.RLock()
+"""Held by the pool that measures what it gives up, or that takes memory: drivers tell what a process holds in all."""
 
 
 def used_bytes(torch_device: Any, index: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import DeviceError, UnmapReport
 from omni_notebook.memory.device.core import Reading
+from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.protocol import gib
 
@@ -39,11 +40,12 @@ class Unmapping:
                 those that nobody needs (zero). Or (`lost`) that could not be had either, and the pool is of no use.
         """
         core = self._core
-        before = core.reading()
-        if before.scope == "process":
-            return self._seen(chosen, late, before, None)
-        with core.probe.exclusive() as alone:
-            return self._seen(chosen, late, core.reading(), _device_note(core.probe.device_source, alone=alone))
+        with MOVING:
+            before = core.reading()
+            if before.scope == "process":
+                return self._seen(chosen, late, before, None)
+            with core.probe.exclusive() as alone:
+                return self._seen(chosen, late, core.reading(), _device_note(core.probe.device_source, alone=alone))
 
     def _seen(
         self, chosen: Sequence[DeviceTag], late: CopyPlan | None, before: Reading, note: str | None

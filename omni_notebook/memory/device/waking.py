@@ -16,6 +16,7 @@ from omni_notebook.memory.base import (
     TransitionOrderError,
 )
 from omni_notebook.memory.books import TagState
+from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.memory.device.unmapping import host_address
 from omni_notebook.memory.lanes import never
@@ -55,7 +56,8 @@ class DeviceWaking:
         first = sorted(chosen, key=lambda tag: tag.backup not in WHOLE)
         segments = [segment for tag in first for segment in tag.sleeping_segments()]
         self._check_room([segment for segment in segments if not segment.mapped])
-        mapped = self._map(segments, stop, fill)
+        with MOVING:
+            mapped = self._map(segments, stop, fill)
         for tag in chosen:
             tag.state, tag.restored = TagState.MAPPED, False
         return mapped

@@ -228,7 +228,7 @@ class MemoryPool(Protocol):
         """Check room, back up; no page is given up.
 
         `late_copy`: the caller moves alone, so that a pool may leave copying to `commit_sleep`, each page given up
-        behind its copy; if a copy fails there, memory is put back as it was.
+        behind its copy; if a copy fails there, memory is put back as it was, recomputable contents zeroed.
 
         Raises:
             OutOfMemoryError: the backup has no room (needed and free bytes on it); nothing changed.

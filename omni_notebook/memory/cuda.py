@@ -16,7 +16,7 @@ from omni_notebook.memory.arena import ALIGN, round_up
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, TransitionOrderError
 from omni_notebook.memory.books import TagState
 from omni_notebook.memory.device.libcuda import GRANULE
-from omni_notebook.memory.device.measuring import PROCESS
+from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.pool import DevicePool
 from omni_notebook.memory.device.ranges import Range, RangeDriver
 from omni_notebook.memory.device.settings import refuse_expandable_segments
@@ -66,7 +66,7 @@ class CudaPool(DevicePool):
             TransitionOrderError: the tag is not awake.
             OutOfMemoryError: no room; the module is as before.
         """
-        with self._lock, PROCESS:
+        with self._lock:
             book = self._open_tag(tag, recomputable=False)
             adoption = Adoption(module, skip=self._has, device=self.device, part_bytes=PART_BYTES)
             made = self._take(book, adoption.parts)
@@ -92,7 +92,7 @@ class CudaPool(DevicePool):
             msg = f"shape={tuple(shape)}: sizes must not be negative"
             raise ArgumentError(msg)
         n_bytes = torch.Size(shape).numel() * dtype.itemsize
-        with self._lock, PROCESS:
+        with self._lock:
             book = self._open_tag(tag, recomputable=recomputable)
             if n_bytes == 0:
                 return self._ranges.nothing().view(dtype).view(tuple(shape))
@@ -116,13 +116,14 @@ class CudaPool(DevicePool):
         return any(span_of(name, plain, self._core.table) for name, plain in plain_tensors("", tensor))
 
     def _take(self, tag: DeviceTag, sizes: Sequence[int]) -> list[Range]:
-        """Zeroed ranges of these sizes, all or none: what no tensor has of one is always the same."""
+        """Zeroed ranges of these sizes, all or none: what no tensor takes of one is the same in every life of it."""
         made: list[Range] = []
         driver = self._core.driver
         try:
             driver.enter()
-            for n_bytes in sizes:
-                made.append(self._allocate(tag.name, n_bytes))  # noqa: PERF401  (an error must find those before)
+            with MOVING:
+                for n_bytes in sizes:
+                    made.append(self._allocate(tag.name, n_bytes))  # noqa: PERF401  (an error must find those before)
             for one in made:
                 driver.zero(one.address, one.size_bytes)
             driver.finish()
@@ -194,7 +195,7 @@ class CudaPool(DevicePool):
             ArgumentError: the tag is unknown.
             TransitionOrderError: it is not awake.
         """
-        with self._lock, PROCESS:
+        with self._lock:
             self._core.begin("discard")
             (book,) = self._core.books.select((tag,), TagState.AWAKE, "discard")
             try:

@@ -59,7 +59,7 @@ class Control:
             self.waking.abort_wake(task_id)
         elif self._rank.done is not None and self._rank.done.task_id == task_id:
             self._undo_done(self._rank.done)
-        else:
+        elif not self.sleeping.was_taken_back(task_id):
             raise OmniError(no_such("order", task_id))
 
     def _undo_done(self, done: Done) -> None:

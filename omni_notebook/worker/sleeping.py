@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from omni_notebook.errors import OmniError
-from omni_notebook.memory.base import PrepareReport
+from omni_notebook.memory.base import DeviceError, PrepareReport
 from omni_notebook.protocol import PhasesMs, SleepTask
 from omni_notebook.worker.rank import ms_since, no_such
 
@@ -40,6 +40,7 @@ class SleepOrders:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._sleeping: _Sleeping | None = None
+        self._taken_back = ""
 
     def has(self, task_id: str) -> bool:
         """Whether this sleep is prepared and not committed."""
@@ -49,6 +50,10 @@ class SleepOrders:
     def level(self) -> int | None:
         """The level of the sleep that is prepared, if one is."""
         return None if self._sleeping is None else self._sleeping.task.level
+
+    def was_taken_back(self, task_id: str) -> bool:
+        """Whether this was the last sleep whose commit failed here and left all as before it."""
+        return self._taken_back == task_id
 
     def prepare_sleep(self, task: SleepTask) -> None:
         """Quiesce the device, check room, back up; nothing is given up yet.
@@ -97,7 +102,7 @@ class SleepOrders:
         """Give the pages up, measure, answer.
 
         Raises:
-            DeviceError: the device kept all of them; memory is as before the prepare.
+            DeviceError: the device kept all of them, or refused a copy; memory is as before the prepare, or `lost`.
         """
         plan = self._sleeping
         if plan is None or plan.task.task_id != task_id:
@@ -106,8 +111,10 @@ class SleepOrders:
         self._rank.cancelled.discard(task_id)
         try:
             unmapped = self._rank.pool.commit_sleep()
-        except BaseException:
+        except BaseException as error:
             self._rank.pool.abort_sleep()
+            if not (isinstance(error, DeviceError) and error.lost):
+                self._taken_back = task_id
             raise
         task = plan.task
         self._rank.note(task_id, tuple(unmapped.freed), task.level, slept=True)

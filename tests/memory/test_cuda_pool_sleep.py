@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -247,6 +248,33 @@ def test_two_pools_in_one_process_sleep_and_wake_apart(machine):
     pools[0].adopt(module)  # memory of another pool is copied
     assert torch.equal(module.theirs, before[1])
     assert module.theirs.data_ptr() != tensors[1].data_ptr() or pools[1]._core.table.find(module.theirs.data_ptr(), 1)
+
+
+@pytest.mark.parametrize("step", ["wake", "wake in steps", "empty", "adopt"])
+def test_what_another_pool_of_the_process_takes_meanwhile_is_not_counted_against_a_sleep(machine, monkeypatch, step):
+    falling, other = machine.make_pool(), machine.make_pool()
+    kept = [filled(falling, 4 * MIB), filled(other, 4 * MIB)]
+    sleep(other)
+    take = {
+        "wake": lambda: (other.map_restore(), other.commit_wake()),
+        "wake in steps": lambda: wake(other),
+        "empty": lambda: kept.append(other.empty((4 * MIB,), torch.uint8)),
+        "adopt": lambda: other.adopt(nn.ParameterList([torch.ones(MIB)]), "extra"),
+    }[step]
+    thread = threading.Thread(target=take)
+    unmap = falling._core.table.unmap
+
+    def unmap_meanwhile(segment):
+        released = unmap(segment)
+        thread.start()
+        thread.join(0.2)
+        return released
+
+    monkeypatch.setattr(falling._core.table, "unmap", unmap_meanwhile)
+    _, unmapped = sleep(falling)
+    thread.join()
+    assert (unmapped.observed_bytes, unmapped.freed) == (4 * MIB, {"weights": 4 * MIB})
+    assert machine.gpu.pool_bytes == 4 * MIB
 
 
 # --------------------------------------------------------------------------------------------- driver

@@ -88,6 +88,22 @@ def test_a_clean_repeat_copies_nothing_and_a_single_changed_byte_one_chunk(rig):
     assert all_equal(rig.copies(), before)
 
 
+def test_what_taking_sums_takes_of_the_device_is_not_missing_in_what_left(rig, monkeypatch):
+    real = torch._int_mm
+
+    def int_mm(*args):
+        rig.gpu.torch_bytes += MIB
+        rig.machine.cuda.cached_bytes += MIB
+        return real(*args)
+
+    monkeypatch.setattr(torch, "_int_mm", int_mm)
+    for _ in range(2):
+        _, unmapped = late(rig.pool)
+        assert (unmapped.observed_bytes, unmapped.freed) == (16 * MIB, SPANS)
+        wake(rig.pool)
+        rig.model.scale.add_(1)
+
+
 def test_nothing_is_given_up_before_its_copy_is_there(own, monkeypatch):
     order = []
     copies, table, driver = own.pool._core.copies, own.pool._core.table, own.pool._core.driver

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import DeviceError
 from omni_notebook.protocol import RankId, SleepTask, WakeTask
 from omni_notebook.worker.ack import AckBuilder
@@ -163,3 +164,33 @@ def test_a_copy_that_fails_in_the_commit_leaves_the_rank_awake(ordered):
     assert rig.pool.host_backup_bytes() == 0
     assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))
     assert sleep(control, 1).status == "SUCCESS"
+
+
+def test_a_commit_that_the_rank_took_back_itself_may_be_taken_back_again(ordered):
+    """The engine tells every rank to, the one that failed among them; it must not call the stage FAILED for that."""
+    rig, control = ordered
+    before = rig.copies()
+    control.sleeping.prepare_sleep(SleepTask(task_id="s", level=2))
+    for number in range(1, 6):
+        rig.cumem.fail("unmap", number)
+    with pytest.raises(DeviceError):
+        control.sleeping.commit_sleep("s")
+    control.undo("s")
+    assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))
+    with pytest.raises(OmniError, match="no order other"):
+        control.undo("other")
+    assert sleep(control, 1).status == "SUCCESS"
+    control.undo("s")
+    assert all((one == other).all() for one, other in zip(rig.copies(), before, strict=True))
+
+
+@pytest.mark.parametrize("ordered", [(OwnRig, True)], ids=["own"], indirect=True)
+def test_a_commit_that_lost_memory_can_not_be_taken_back(ordered):
+    rig, control = ordered
+    control.sleeping.prepare_sleep(SleepTask(task_id="s", level=1))
+    rig.cumem.fail("wait", 2)
+    rig.cumem.fail("create", 1)
+    with pytest.raises(DeviceError, match="restart the stage"):
+        control.sleeping.commit_sleep("s")
+    with pytest.raises(OmniError, match="no order s was prepared"):
+        control.undo("s")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.memory.device.driver import Driver
     from omni_notebook.memory.device.segments import DeviceSegment
-    from omni_notebook.memory.device.shadow import Begun, Shadow, Sums
+    from omni_notebook.memory.device.shadow import Shadow, Sums, TakenSums
 
 
 _MAX_THREADS = 8
@@ -75,12 +75,12 @@ class Copies(Protocol):
         """
         ...
 
-    def sum_copied(self, plan: CopyPlan) -> Begun:
-        """Have the device sum what a plan's runs, all begun, copy; it has read all of it when this returns."""
+    def sum_copied(self, plan: CopyPlan) -> TakenSums:
+        """Take the sums of what a plan's runs, all begun, copy."""
         ...
 
-    def accept(self, plan: CopyPlan, copied: Begun) -> None:
-        """All runs of a plan are copied, and these are the sums of what was."""
+    def accept(self, plan: CopyPlan, copied: TakenSums) -> None:
+        """All runs of a plan are copied; `copied`: their sums, taken meanwhile."""
         ...
 
     def make_room(self, segments: Sequence[DeviceSegment], go_on: Callable[[int], bool]) -> None:
@@ -186,13 +186,11 @@ class HostCopies:
         host = self._buffers[run.segment].memory.address
         self._driver.copy(host + run.offset, run.segment.address + run.offset, run.n_bytes)
 
-    def sum_copied(self, plan: CopyPlan) -> Begun:
+    def sum_copied(self, plan: CopyPlan) -> TakenSums:
         """See `Copies.sum_copied`; the plan's own sums may be older than what is copied, if somebody wrote since."""
-        begun = self._shadow.begin(dict.fromkeys(run.segment for run in plan.runs))
-        begun.wait()
-        return begun
+        return self._shadow.take(dict.fromkeys(run.segment for run in plan.runs))
 
-    def accept(self, plan: CopyPlan, copied: Begun) -> None:
+    def accept(self, plan: CopyPlan, copied: TakenSums) -> None:
         """See `Copies.accept`; a segment that was freed meanwhile has no copy."""
         fresh = copied.result()
         for segment, runs in groupby(plan.runs, key=lambda run: run.segment):
@@ -200,10 +198,10 @@ class HostCopies:
             if now is None:
                 continue
             if before is not None:
-                written = np.zeros(len(now), bool)
+                new = np.zeros(len(now), bool)
                 for run in runs:
-                    written[run.offset // CHUNK : (run.offset + run.n_bytes) // CHUNK] = True
-                now = np.where(written[:, None], now, before)
+                    new[run.offset // CHUNK : (run.offset + run.n_bytes) // CHUNK] = True
+                now = np.where(new[:, None], now, before)
             plan.sums[segment] = now
         self._sums.update((one, sums) for one, sums in plan.sums.items() if one in self._buffers)
 

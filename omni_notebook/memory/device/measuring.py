@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOCK_WAIT_S = 2.0
-PROCESS = threading.RLock()
-"""Held while a pool maps or unmaps: what a process holds is measured around it, and it may have several pools."""
+MOVING = threading.RLock()
+"""Held by the pool that measures what it gives up, or that takes memory: drivers tell what a process holds in all."""
 
 
 def used_bytes(torch_device: Any, index: int) -> int:

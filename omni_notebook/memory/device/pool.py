@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from omni_notebook.memory.base import WEIGHTS, DeviceError, Held, TagInfo, TransitionOrderError
 from omni_notebook.memory.books import TagState
 from omni_notebook.memory.device.core import DeviceCore
-from omni_notebook.memory.device.measuring import PROCESS
+from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.settings import refuse_expandable_segments
 from omni_notebook.memory.device.sleeping import DeviceSleeping, host_bytes
 from omni_notebook.memory.device.waking import DeviceWaking
@@ -295,7 +295,7 @@ class DevicePool:
 
     def close(self) -> None:
         """Give pages and copies back, at rest or not; idempotent. Its tensors may be freed after, not used."""
-        with self._lock, PROCESS:
+        with self._lock, MOVING:
             if self._core.closed:
                 return
             self._core.closed = True

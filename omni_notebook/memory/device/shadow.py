@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from omni_notebook.memory.arena import CHUNK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -47,40 +47,40 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-class Begun:
-    """Sums that the device takes: kernels now, their results when asked for.
-
-    Between the two may lie copies: results come by the device's copy engine, behind all copies that were begun before.
-    """
-
-    def __init__(self, sums: Mapping[DeviceSegment, torch.Tensor]) -> None:
-        self._sums = sums
-
-    def wait(self) -> None:
-        """Return once the device has read all bytes."""
-        for device in {one.device for one in self._sums.values() if one.device.type != "cpu"}:
-            torch.accelerator.current_stream(device).synchronize()
-
-    def result(self) -> dict[DeviceSegment, Sums]:
-        """Each segment's sums, (chunks, 8)."""
-        return {segment: one.cpu().numpy() for segment, one in self._sums.items()}
+def chunk_sums(parts: Iterable[torch.Tensor]) -> list[Sums]:
+    """The sums, (chunks, 8), of parts: uint8 tensors of one device, whole chunks each."""
+    return [one.cpu().numpy() for one in sums_where_they_are(parts)]
 
 
-@torch.inference_mode()
-def chunk_sums(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Begin to take the sums, (chunks, 8) int64, of parts: uint8 tensors of one device, whole chunks each."""
+def sums_where_they_are(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums, where the parts are."""
     placed: tuple[torch.Tensor, torch.Tensor] | None = None
     begun = []
-    for part in parts:
-        if placed is None:
-            placed = tuple(one.to(part.device) for one in _weights())  # type: ignore[assignment]
-        begun.append(_sum(part, *placed))  # type: ignore[misc]
+    with torch.inference_mode():
+        for part in parts:
+            if placed is None:
+                placed = tuple(one.to(part.device) for one in _weights())  # type: ignore[assignment]
+            begun.append(_sum(part, *placed))  # type: ignore[misc]
     return begun
 
 
 def _sum(part: torch.Tensor, inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     rows: torch.Tensor = torch._int_mm(part.view(torch.int8).view(-1, _ROW), inner.t())  # noqa: SLF001 (the only one)
     return (rows.view(-1, _ROWS, N_SUMS).to(torch.int64) * outer).sum(1)
+
+
+class TakenSums(NamedTuple):
+    """Sums of segments, on the device."""
+
+    segments: list[DeviceSegment]
+    taken: list[torch.Tensor]
+
+    def result(self) -> dict[DeviceSegment, Sums]:
+        """By segment, on the host; empty where that fails."""
+        try:
+            return {one: sums.cpu().numpy() for one, sums in zip(self.segments, self.taken, strict=True)}
+        except RuntimeError:
+            return {}
 
 
 class Shadow:
@@ -92,18 +92,21 @@ class Shadow:
 
     def sums(self, segments: Iterable[DeviceSegment]) -> dict[DeviceSegment, Sums]:
         """The sums of those segments that are there; empty where none can be had."""
-        return self.begin(segments).result()
+        return self.take(segments).result()
 
-    def begin(self, segments: Iterable[DeviceSegment]) -> Begun:
-        """Begin to take them."""
+    def take(self, segments: Iterable[DeviceSegment]) -> TakenSums:
+        """The same, left on the device: fetching them waits for copies that are on their way."""
         several = [one for one in segments if one.mapped and self._driver.is_live(one.allocation)]
-        if not self._works:
-            return Begun({})
+        if not self._works or not several:
+            return TakenSums([], [])
         try:
             parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several]
             if any(part is None for part in parts):
                 self._works = False
-                return Begun({})
-            return Begun(dict(zip(several, chunk_sums(parts), strict=True)))  # type: ignore[arg-type]
+                return TakenSums([], [])
+            taken = sums_where_they_are(parts)  # type: ignore[arg-type]
+            if taken[0].is_cuda:  # the segments may be unmapped once this returns
+                torch.cuda.current_stream(taken[0].device).synchronize()
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking
-            return Begun({})
+            return TakenSums([], [])
+        return TakenSums(several, taken)

@@ -11,7 +11,6 @@ from omni_notebook.memory.arena import no_memory
 from omni_notebook.memory.base import PrepareReport, SleepPlan
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
-from omni_notebook.memory.device.measuring import PROCESS
 from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.memory.device.unmapping import Unmapping, host_address
 
@@ -154,10 +153,10 @@ class DeviceSleeping:
             for run in plan.runs:
                 _check(cancelled)
                 copies.begin(run)
-            copied = copies.sum_copied(plan)
+            sums = copies.sum_copied(plan)
         finally:
             self._core.driver.finish()
-        copies.accept(plan, copied)
+        copies.accept(plan, sums)
 
     def _kept_bytes(self, tag: DeviceTag) -> int:
         return sum(kept.n_bytes for kept in self._core.kept_ranges(tag))
@@ -209,10 +208,6 @@ class DeviceSleeping:
 
     def commit(self) -> UnmapReport:
         """See `DevicePool.commit_sleep`."""
-        with PROCESS:
-            return self._commit()
-
-    def _commit(self) -> UnmapReport:
         core = self._core
         core.check_open("commit_sleep")
         chosen = core.books.select(None, TagState.PREPARED, "commit_sleep")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import DeviceError, UnmapReport
 from omni_notebook.memory.device.core import Reading
+from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.protocol import gib
 
@@ -39,17 +40,20 @@ class Unmapping:
                 those that nobody needs (zero). Or (`lost`) that could not be had either, and the pool is of no use.
         """
         core = self._core
-        before = core.reading()
-        if before.scope == "process":
-            return self._seen(chosen, late, before, None)
-        with core.probe.exclusive() as alone:
-            return self._seen(chosen, late, core.reading(), _device_note(core.probe.device_source, alone=alone))
+        with MOVING:
+            before = core.reading()
+            if before.scope == "process":
+                return self._seen(chosen, late, before, None)
+            with core.probe.exclusive() as alone:
+                return self._seen(chosen, late, core.reading(), _device_note(core.probe.device_source, alone=alone))
 
     def _seen(
         self, chosen: Sequence[DeviceTag], late: CopyPlan | None, before: Reading, note: str | None
     ) -> UnmapReport:
         released, notes, copy_ms = self._unmap(chosen, late)
-        self._core.driver.trim()  # what taking sums has left in torch's cache is no part of this sleep
+        if copy_ms:
+            with contextlib.suppress(DeviceError):
+                self._core.driver.trim()  # what taking sums took
         try:
             observed = self._observe(before, sum(released.values()))
         except DeviceError as error:
@@ -91,7 +95,7 @@ class Unmapping:
         copy_ms = (last - started) * 1e3 if late is not None and late.runs else 0.0
         return released, list(dict.fromkeys(map(str, errors))), copy_ms
 
-    def _in_order(self, chosen: Sequence[DeviceTag], late: CopyPlan | None) -> Generator[DeviceSegment, None, None]:
+    def _in_order(self, chosen: Sequence[DeviceTag], late: CopyPlan | None) -> Generator[DeviceSegment]:
         """The segments: those that can be had again at once, others once their copy is there, at last what is given up.
 
         Raises:
@@ -108,7 +112,7 @@ class Unmapping:
                 for run in runs:
                     self._core.copies.begin(run)
                 marks[segment] = self._core.driver.mark()
-            copied = self._core.copies.sum_copied(late)
+            sums = self._core.copies.sum_copied(late)
             yield from (segment for segment in segments if segment not in marks and segment not in given_up)
             for segment in list(marks):
                 self._core.driver.reached(marks.pop(segment))
@@ -116,7 +120,7 @@ class Unmapping:
             self._core.driver.finish()
         finally:
             self._drop(marks)
-        self._core.copies.accept(late, copied)
+        self._core.copies.accept(late, sums)
         yield from (segment for segment in segments if segment in given_up)
 
     def _drop(self, marks: dict[DeviceSegment, Any]) -> None:
@@ -139,6 +143,8 @@ class Unmapping:
                 core.driver.finish()
             for segment in segments:
                 core.table.map(segment)
+                if not segment.mapped:  # its owner has freed it meanwhile
+                    continue
                 if segment in whole:
                     core.copies.load(segment)
                 else:
@@ -146,7 +152,7 @@ class Unmapping:
             core.driver.finish()
             for tag in chosen:
                 for kept, data in tag.kept_data.items():
-                    if kept.segment in segments:
+                    if kept.segment in segments and kept.segment.mapped:
                         core.driver.copy(kept.address, host_address(data), kept.n_bytes)
             core.driver.finish()
         except DeviceError as error:

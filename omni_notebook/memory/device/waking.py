@@ -16,7 +16,7 @@ from omni_notebook.memory.base import (
     TransitionOrderError,
 )
 from omni_notebook.memory.books import TagState
-from omni_notebook.memory.device.measuring import PROCESS
+from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.memory.device.unmapping import host_address
 from omni_notebook.memory.lanes import never
@@ -55,8 +55,8 @@ class DeviceWaking:
         """Map the tags' segments, those with copies first, and begin to fill each; bytes mapped."""
         first = sorted(chosen, key=lambda tag: tag.backup not in WHOLE)
         segments = [segment for tag in first for segment in tag.sleeping_segments()]
-        with PROCESS:
-            self._check_room([segment for segment in segments if not segment.mapped])
+        self._check_room([segment for segment in segments if not segment.mapped])
+        with MOVING:
             mapped = self._map(segments, stop, fill)
         for tag in chosen:
             tag.state, tag.restored = TagState.MAPPED, False
@@ -196,8 +196,7 @@ class DeviceWaking:
     def _sleep_again(self, tags: Sequence[DeviceTag]) -> None:
         for tag in tags:
             tag.state, tag.restored = TagState.ASLEEP, False
-        with PROCESS:
-            self._unmap([segment for tag in tags for segment in tag.slept])
+        self._unmap([segment for tag in tags for segment in tag.slept])
 
 
 def _check(stop: Callable[[], bool]) -> None:

@@ -257,7 +257,10 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return device in {"auto", "cpu"} or _CUDA.fullmatch(device) is not None
 
     def device_of(self, replica: int, rank: int) -> str:
-        """Where one rank goes: as `devices` says; on GPUs that are not numbered, one after the other."""
+        """Where one rank goes: as `devices` says; on GPUs without numbers, each of several ranks on the next one.
+
+        Replicas of one rank share a GPU that is not numbered.
+        """
         if self.devices:
             return self.devices[rank]
         if self.tensor_parallel_size == 1 or self.device == "cpu":

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 N_SUMS = 8
 """For each chunk."""
 _ROW = 8192
+_AT_ONCE = 256 * CHUNK
+"""Scratch memory is a hundredth of it, however large a segment is."""
 _ROWS = CHUNK // _ROW
 
 
@@ -60,7 +62,7 @@ def sums_where_they_are(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         for part in parts:
             if placed is None:
                 placed = tuple(one.to(part.device) for one in _weights())  # type: ignore[assignment]
-            begun.append(_sum(part, *placed))  # type: ignore[misc]
+            begun.append(torch.cat([_sum(piece, *placed) for piece in part.split(_AT_ONCE)]))  # type: ignore[misc]
     return begun
 
 

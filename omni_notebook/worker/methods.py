@@ -17,6 +17,7 @@ from omni_notebook.worker.batches import (
 )
 from omni_notebook.worker.reports import LoadReport, LoRAReport, WakeOutlook
 from omni_notebook.worker.tensors import TensorChunk, TensorHeader
+from omni_notebook.worker.vllm.wire import TextRequest
 
 
 class Signature(NamedTuple):
@@ -62,6 +63,7 @@ METHODS: dict[str, Signature] = {
     "abort_wake": Signature(tuple[str], None),
     "undo": Signature(tuple[str], None),
     "noop": Signature(tuple[str], OmniACK),
+    "submit": Signature(tuple[TextRequest], None),
 }
 """Every order that the engine gives; a worker's other methods get and give plain types and arrays."""
 

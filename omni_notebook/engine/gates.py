@@ -36,6 +36,10 @@ class Gates:
         """Whether the pause gate is closed."""
         return any(stage.pause_state != PauseState.OPEN for stage in self._stages)
 
+    def open_for(self, route: Sequence[int]) -> bool:
+        """Whether a request on this route may begin now."""
+        return self._closed_by(route) is None
+
     async def admit(self, route: Sequence[int], timeout_s: float) -> None:
         """Return once both gates are open; no await lies between the look and the return.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omni_notebook.errors import ArgumentError, EngineClosedError, WorkerDiedError
 from omni_notebook.worker.faults import describe
@@ -138,13 +138,12 @@ class VllmReplica:
                     await self._order()
         except Exception as error:  # noqa: BLE001
             self._fail(error)
-        finally:
-            self._changed.notify()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._ended = True
         if not isinstance(error, _GONE):  # whoever watches the process says so
             self._on_failure(error)
+        self._changed.notify()
 
     async def _order(self) -> None:
         self._ordering = True
@@ -185,17 +184,17 @@ class VllmReplica:
         if self.open:
             self._work.set()
 
-    def _hear(self, outputs: list[TextOutput] | None, error: BaseException | None) -> None:
-        """What the host says unasked; its end among that."""
+    def _hear(self, outputs: list[TextOutput], error: BaseException | None) -> None:
+        """What the host says unasked: outputs, or that it is gone or could not follow."""
         if self._ended:
             return
+        if error is not None:
+            self._fail(error)
+            return
         try:
-            if error is not None:
-                raise error
-            self._take(outputs or [])
+            self._take(outputs)
         except Exception as failure:  # noqa: BLE001
             self._fail(failure)
-            self._changed.notify()
             return
         self._heard += 1
         if self._heard == NEWS_AHEAD // 2:

@@ -53,9 +53,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
-_NOT_MEASURED = frozenset(
-    {"execute", "reached", "collect", "ping", "barrier", "noop", "weights_valid", "load_tensors"}
-)
+_NOT_MEASURED = frozenset({"execute", "reached", "collect", "ping", "barrier", "noop", "weights_valid", "load_tensors"})
 """Orders that move no memory, or come too fast to measure after each: the next tick does. After all others memory is
 measured and sent before the answer, so that who has the answer has the memory after it."""
 _PR_SET_PDEATHSIG = 1
@@ -106,7 +104,7 @@ class Line:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def say(self, value: Any) -> None:
-        """Send what the engine hears without having asked; any thread. Waits where it does not read: bound what you say.
+        """Send what the engine hears without having asked; any thread. Waits if nobody reads: bound what you say.
 
         Raises:
             ArgumentError: it has no form on the wire.

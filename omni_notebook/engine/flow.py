@@ -167,7 +167,9 @@ class Flow:
             self._outputs.append(output)
 
     def _request_output(self, output: StageOutput, stage: Stage, *, ends: bool) -> OmniRequestOutput:
-        lora = next((found for passed in self.route[: self.at + 1] if (found := self._lora(passed))), None)
+        lora = self._asked.lora
+        if lora is not None and not any(map(self._lora, self.route[: self.at + 1])):
+            lora = None  # no stage so far has applied it
         text = [CompletionOutput(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)]
         return OmniRequestOutput(
             request_id=self.request_id,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import socket
@@ -130,6 +131,7 @@ class VllmHost:
         for process in multiprocessing.active_children():
             self._core = process.pid or 0
             self._watch(self._core, CORE)
+        gc.freeze()  # else a full collection looks at all that vLLM has imported, and no token comes meanwhile
         self._line.read_on(self._loop)
 
     def _source(self) -> str | None:

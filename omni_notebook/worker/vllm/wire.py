@@ -37,7 +37,10 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """News of one request: tokens and text since the last; `finish_reason` ends it, so does `fault`."""
+    """News of one request: tokens and text since the last; `finish_reason` ends it, so does `fault`.
+
+    The first says how many tokens of the prompt were cached, and for a prompt of text which they are.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()

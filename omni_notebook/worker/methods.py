@@ -63,15 +63,16 @@ METHODS: dict[str, Signature] = {
     "abort_wake": Signature(tuple[str], None),
     "undo": Signature(tuple[str], None),
     "noop": Signature(tuple[str], OmniACK),
-    "submit": Signature(tuple[TextRequest], None),
 }
 """Every order that the engine gives; a worker's other methods get and give plain types and arrays."""
 
 AT_ONCE = frozenset({"noop"})
 """Methods that do not wait for the orders before them, a running batch among them; any thread may call them."""
+HOST_METHODS = {"submit": Signature(tuple[TextRequest], None)}
+"""What the host of vLLM is told that is not of plain types."""
 _PLAIN = Signature(tuple[Any, ...], Any)
 
 
 def signature(method: str) -> Signature:
     """The types of a method."""
-    return METHODS.get(method, _PLAIN)
+    return METHODS.get(method) or HOST_METHODS.get(method, _PLAIN)

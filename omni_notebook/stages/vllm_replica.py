@@ -150,9 +150,9 @@ class VllmReplica:
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             await self.executor.ask_host("abort", aborted)
-        if self.open:
+        if self.open and not self._ended:
             await self._go_on()
-        elif not self._frozen:
+        elif not self.open and not self._frozen:
             await self._stand_still()
         self._ordering = False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from omni_notebook.worker.vllm.host import VllmHost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from concurrent.futures import Future
 
     from omni_notebook.executors.mp.child import Line
     from omni_notebook.worker.vllm.wire import TextRequest

@@ -125,6 +125,7 @@ class VllmReplica:
         self._ended = True
         self._feeding.cancel()
         await asyncio.wait({self._feeding}, timeout=1.0)
+        self._changed.notify()
 
     # ------------------------------------------------------------------------------- the loop
 
@@ -178,7 +179,7 @@ class VllmReplica:
         self._changed.notify()
 
     async def _stand_still(self) -> None:
-        self._take(await self.executor.ask_host("freeze", kind=list[TextOutput]))
+        await self.executor.ask_host("freeze")
         self._frozen = True
         self._changed.notify()
         if self.open:

@@ -38,16 +38,16 @@ class Host:
             raise ArgumentError(msg)
         self.got.append((method, name))
 
-    async def ask_host(self, method: str, *args: Any, kind: Any = Any) -> Any:
+    async def ask_host(self, method: str, *args: Any) -> Any:
         self.got.append((method, *args))
         self.asked.append((method, asyncio.get_running_loop().create_future()))
         return await self.asked[-1][1]
 
-    async def answer(self, method: str, value: Any = None) -> None:
+    async def answer(self, method: str) -> None:
         """To the oldest question, which is this one; returns once it was taken."""
         asked, future = self.asked.pop(0)
         assert asked == method
-        future.set_result(value)
+        future.set_result(None)
         await _turns()
 
 
@@ -119,8 +119,9 @@ def test_what_comes_while_vllm_stands_still_goes_to_it_after_the_thaw() -> None:
         made.add("c")
         await _turns()
         assert made.host.got[2:] == []
-        await made.host.answer("freeze", [news("a", 5)])
-        assert [one.token_ids for one in made.outputs["a"]] == [[5]]
+        made.host.say([news("a", 5)], None)
+        assert [one.token_ids for one in made.outputs["a"]] == [[5]]  # it goes on until it has come to rest
+        await made.host.answer("freeze")
         assert made.host.got[2:] == [("thaw", False)]
         made.add("d")
         assert made.host.got[3:] == []
@@ -136,14 +137,14 @@ def test_one_that_was_closed_again_during_the_thaw_submits_nothing_and_freezes()
     async def test(made: Made) -> None:
         made.replica.close("pause")
         await _turns()
-        await made.host.answer("freeze", [])
+        await made.host.answer("freeze")
         made.add("a")
         made.replica.reopen("pause")
         await _turns()
         made.replica.close("pause")
         await made.host.answer("thaw")
         assert made.host.got == [("freeze",), ("thaw", False), ("freeze",)]
-        await made.host.answer("freeze", [])
+        await made.host.answer("freeze")
         assert made.replica.at_rest
         assert made.replica.scheduler.queued == 1
 

@@ -288,17 +288,14 @@ class VllmHost:
         self._speaking = False
         if self._outputs:
             self._ahead += 1
-            self._line.say(self._taken())
+            said, self._outputs = self._outputs, {}
+            self._line.say(list(said.values()))
 
     def taken(self, times: int) -> None:
         """The engine has taken what was said so many times. On the loop."""
         self._ahead -= times
-        if self._outputs and not self._speaking:
+        if not self._speaking and self._ahead < NEWS_AHEAD:
             self._speak()
-
-    def _taken(self) -> list[TextOutput]:
-        taken, self._outputs = self._outputs, {}
-        return list(taken.values())
 
     def abort(self, request_ids: list[str]) -> Future[None]:
         """End requests; nothing more comes of them."""
@@ -313,17 +310,17 @@ class VllmHost:
         for request_id in request_ids:
             self._outputs.pop(request_id, None)
 
-    def freeze(self) -> Future[list[TextOutput]]:
-        """Let vLLM's scheduler start no further step; once back, nothing runs, and what had come is the answer."""
+    def freeze(self) -> Future[None]:
+        """Let vLLM's scheduler start no further step; once back, nothing runs, and what had come was said before."""
         return self._go(self._freeze())
 
-    async def _freeze(self) -> list[TextOutput]:
+    async def _freeze(self) -> None:
         self._frozen = True
         if self._tasks:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
         else:  # as above, without the wait for outputs that are on their way
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        return self._taken()
+        self._speak()
 
     def thaw(self, stale: bool) -> Future[None]:
         """Let the scheduler go on; `stale`: with nothing of what it had computed."""

@@ -254,9 +254,9 @@ class AsyncOmni(LoRACalls):
             lora_request=lora_request,
         )
         entry = Entry(self._core, self._loop, ask, arguments.check_timeout(timeout))
-        entry.begin()
         done = False
         try:
+            await entry.begin()
             while not done:
                 output = entry.ready()
                 if output is None:

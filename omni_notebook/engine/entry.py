@@ -13,7 +13,7 @@ from omni_notebook.engine.loop import Bell
 from omni_notebook.errors import DeadlineError, EngineClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from omni_notebook.engine.core import Core
     from omni_notebook.engine.flow import Flow
@@ -56,13 +56,15 @@ class Entry:
         self._at_gate: asyncio.Task[Flow] | None = None
         self._left = False
 
-    def begin(self) -> None:
-        """Ask for admission.
+    async def begin(self) -> None:
+        """Ask for admission, and wait as `wait` does.
 
         Raises:
             EngineClosedError: the engine was shut down.
+            DeadlineError: as in `wait`.
         """
-        self._loop.call(self._begin_here)
+        self._loop.check_open()
+        await self._wait(lambda: self._loop.call(self._begin_here))
 
     def leave(self) -> None:
         """The client goes away before the end: what has begun is aborted, what waits at a gate waits no more."""
@@ -126,7 +128,10 @@ class Entry:
             DeadlineError: there was nothing in time; the request goes on.
             EngineClosedError: there will be nothing.
         """
-        if not await self._ask.bell.until(self._settled, self._left_s):
+        await self._wait(None)
+
+    async def _wait(self, begin: Callable[[], None] | None) -> None:
+        if not await self._ask.bell.until(self._settled, self._left_s, begin):
             raise DeadlineError(self._too_long())
         if not self._has_news():
             raise self._shut_down()

@@ -56,7 +56,7 @@ class EngineLoop:
             EngineClosedError: the loop has ended.
         """
         try:
-            self._check_open()
+            self.check_open()
         except EngineClosedError:
             coroutine.close()
             raise
@@ -68,10 +68,11 @@ class EngineLoop:
         Raises:
             EngineClosedError: the loop has ended.
         """
-        self._check_open()
+        self.check_open()
         self.loop.call_soon_threadsafe(act)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise EngineClosedError if the loop has ended, or belongs to the process that this one is a fork of."""
         if self._closed or os.getpid() != self._pid:
             what = "was shut down" if self._closed else f"belongs to process {self._pid}, this is a fork of it"
             msg = f"the engine {what}; start a new one"
@@ -106,8 +107,14 @@ class Bell:
             waiter, self._waiter = self._waiter, None
         return waiter
 
-    async def until(self, predicate: Callable[[], bool], seconds: Callable[[], float]) -> bool:
-        """Whether `predicate` became true while `seconds()` were left; each ring and every `TICK_S` is a look."""
+    async def until(
+        self, predicate: Callable[[], bool], seconds: Callable[[], float], begin: Callable[[], object] | None = None
+    ) -> bool:
+        """Whether `predicate` became true while `seconds()` were left; each ring and every `TICK_S` is a look.
+
+        `begin` is called as the last thing before the first wait: what another thread is woken for finds this one out
+        of its way.
+        """
         loop = asyncio.get_running_loop()
         while not predicate():
             waiter = loop.create_future()
@@ -120,6 +127,9 @@ class Bell:
                 return False
             turn = loop.call_later(min(left_s, TICK_S), _set, waiter)
             try:
+                if begin is not None:
+                    begin()
+                    begin = None
                 await waiter
             finally:
                 turn.cancel()

@@ -47,6 +47,19 @@ def test_a_wait_ends_at_its_deadline_and_when_nobody_rings_for_what_is_there() -
     assert asyncio.run(bell.until(lambda: time.monotonic() - begun > 0.05, Deadline(5).left_s))
 
 
+def test_what_is_begun_is_begun_once_and_can_ring_at_once() -> None:
+    bell, begun, looks = Bell(), [], []
+
+    def begin() -> None:
+        begun.append(len(looks))
+        bell.ring()
+
+    began_s = time.perf_counter()
+    assert asyncio.run(bell.until(lambda: looks.append(1) is None and len(looks) > 3, Deadline(5).left_s, begin))
+    assert begun == [2]  # after the look with a place in line
+    assert time.perf_counter() - began_s < 0.05  # its ring was heard
+
+
 def test_rings_at_a_loop_that_has_ended_harm_nobody() -> None:
     bell = Bell()
 

@@ -58,7 +58,8 @@ def loop() -> Iterator[EngineLoop]:
     loop.stop(5)
 
 
-def begun(core: Gate, loop: EngineLoop, bound_s: float | None = None) -> tuple[Entry, Ask]:
+def begun(core: Gate, loop: EngineLoop, bound_s: float | None = None) -> tuple[Entry, asyncio.Task[Any], Ask]:
+    """An entry, its first output to come, what it asked."""
     ask = Ask(
         prompt="x",
         request_id="r",
@@ -68,13 +69,12 @@ def begun(core: Gate, loop: EngineLoop, bound_s: float | None = None) -> tuple[E
         lora_request=None,
     )
     entry = Entry(core, loop, ask, bound_s)
-    entry.begin()
-    return entry, ask
+    return entry, asyncio.create_task(first(entry)), ask
 
 
 async def first(entry: Entry) -> Any:
     """Its first output, or its error."""
-    await entry.wait()
+    await entry.begin()
     return entry.ready()
 
 
@@ -83,10 +83,10 @@ def test_a_refusal_reaches_its_client_at_once(loop: EngineLoop) -> None:
     core.refusal = ArgumentError("no")
 
     async def main() -> None:
-        entry, _ = begun(core, loop)
+        _, output, _ = begun(core, loop)
         began_s = time.perf_counter()
         with pytest.raises(ArgumentError, match="no"):
-            await first(entry)
+            await output
         assert time.perf_counter() - began_s < 0.05  # well below the tick
 
     asyncio.run(main())
@@ -96,14 +96,13 @@ def test_the_bound_counts_from_the_admission_and_the_error_says_where_the_reques
     core = Gate()
 
     async def main() -> None:
-        entry, _ = begun(core, loop, bound_s=0.1)
-        waiting = asyncio.create_task(entry.wait())
-        await asyncio.wait({waiting}, timeout=0.4)
-        assert not waiting.done()
+        _, output, _ = begun(core, loop, bound_s=0.1)
+        await asyncio.wait({output}, timeout=0.4)
+        assert not output.done()
         opened_s = time.perf_counter()
         loop.call(core.open.set)
         with pytest.raises(DeadlineError, match=r"request r had not ended after 0.1 s; it is in stage 0 \(AWAKE"):
-            await waiting
+            await output
         assert 0.1 <= time.perf_counter() - opened_s < 0.5
 
     asyncio.run(main())
@@ -114,16 +113,14 @@ def test_a_client_is_woken_by_an_output_not_by_its_admission(loop: EngineLoop) -
     core.open.set()
 
     async def main() -> None:
-        entry, ask = begun(core, loop)
-        assert entry.ready() is None
-        waiting = asyncio.create_task(entry.wait())
+        entry, output, ask = begun(core, loop)
         await until(lambda: entry._begun is not None)
-        assert not waiting.done()
+        assert not output.done()
+        assert entry.ready() is None
         core.outputs.append("text")
         core.flow.has_news = True
         ask.bell.ring()
-        await waiting
-        assert entry.ready() == "text"
+        assert await output == "text"
 
     asyncio.run(main())
 
@@ -133,8 +130,9 @@ def test_who_leaves_waits_at_no_gate_and_leaves_no_request_behind(loop: EngineLo
     core = Gate()
 
     async def main() -> None:
-        entry, _ = begun(core, loop)
+        entry, output, _ = begun(core, loop)
         await until(lambda: core.waiting == 1)
+        output.cancel()
         if moment == "begun":
             loop.call(core.open.set)
             await until(lambda: entry._begun is not None)
@@ -151,14 +149,15 @@ def test_who_leaves_waits_at_no_gate_and_leaves_no_request_behind(loop: EngineLo
 
 def test_a_loop_that_ends_ends_the_wait(loop: EngineLoop) -> None:
     async def main() -> None:
-        entry, _ = begun(Gate(), loop)
-        waiting = asyncio.create_task(first(entry))
-        await asyncio.sleep(0)
+        core = Gate()
+        entry, output, _ = begun(core, loop)
+        await until(lambda: core.waiting == 1)
         loop.stop(5)
         with pytest.raises(EngineClosedError, match="the engine was shut down"):
-            await waiting
+            await output
         entry.leave()  # to nobody, and raises nothing
-        with pytest.raises(EngineClosedError):
-            begun(Gate(), loop)
+        _, late, _ = begun(core, loop)
+        with pytest.raises(EngineClosedError, match="the engine was shut down; start a new one"):
+            await late
 
     asyncio.run(main())

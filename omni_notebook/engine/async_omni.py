@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -11,12 +10,11 @@ from omni_notebook.config import PipelineConfig, load_pipeline
 from omni_notebook.engine import arguments, views
 from omni_notebook.engine.closing import Closer
 from omni_notebook.engine.core import Core
-from omni_notebook.engine.flow import NEVER_S
+from omni_notebook.engine.entry import Ask, Entry
 from omni_notebook.engine.loop import EngineLoop, awaited
 from omni_notebook.engine.lora_calls import LoRACalls
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.protocol import MemoryState, SleepTask, WakeTask, new_task_id
-from omni_notebook.stages.waiting import Deadline
 
 if TYPE_CHECKING:
     import os
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from omni_notebook.engine.events import Subscription
-    from omni_notebook.engine.flow import Flow
     from omni_notebook.protocol import EngineStatus, LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
 
 T = TypeVar("T")
@@ -248,32 +245,28 @@ class AsyncOmni(LoRACalls):
             PausedError, AsleepError, NeedsWeightsError, StageFailedError: a gate is closed; names the call that helps.
             DeadlineError: `timeout` passed; the request was aborted.
         """
-        bound = arguments.check_timeout(timeout)
-        known_id = uuid.uuid4().hex[:12] if request_id is None else request_id
-        begun: list[Flow] = []
-
-        async def admit() -> None:
-            begun.append(
-                await self._core.admit(
-                    prompt, known_id, sampling_params, output_modalities, admission_timeout, lora_request
-                )
-            )
-
+        ask = Ask(
+            prompt=prompt,
+            request_id=uuid.uuid4().hex[:12] if request_id is None else request_id,
+            sampling_params=sampling_params,
+            output_modalities=output_modalities,
+            admission_timeout=admission_timeout,
+            lora_request=lora_request,
+        )
+        entry = Entry(self._core, self._loop, ask, arguments.check_timeout(timeout))
+        done = False
         try:
-            await self._run(admit)
-            (flow,) = begun
-            deadline = Deadline(NEVER_S if bound is None else bound)
-            done = False
+            await entry.begin()
             while not done:
-                output = flow.ready()
+                output = entry.ready()
                 if output is None:
-                    await flow.wait(deadline, lambda: self._loop.closed)
+                    await entry.wait()
                     continue
                 done = output.finished
                 yield output
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
-                self._loop.loop.call_soon_threadsafe(self._core.abandon, begun)
+            if not done:
+                entry.leave()
 
     async def abort(self, request_id: str) -> bool:
         """End a request with a terminal output (state "aborted"); whether it was in progress."""

@@ -6,8 +6,7 @@ import asyncio
 import functools
 import secrets
 import time
-import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni_notebook.engine import arguments, pausing
 from omni_notebook.engine.events import EventHub
@@ -15,6 +14,7 @@ from omni_notebook.engine.flow import Asked, Flow
 from omni_notebook.engine.gates import Gates
 from omni_notebook.engine.ledger import Ledger
 from omni_notebook.engine.ledger_file import ledger_path
+from omni_notebook.engine.loop import Chime
 from omni_notebook.engine.loras import Loras, check_lora_id, lora_request_from
 from omni_notebook.engine.orders import Orders
 from omni_notebook.errors import ArgumentError, EngineClosedError, StageFailedError, WorkerDiedError
@@ -36,11 +36,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_notebook.config import PipelineConfig
+    from omni_notebook.engine.entry import Ask
+    from omni_notebook.protocol import OmniSamplingParams
 
 ORDER_S = 120.0
 QUIESCE_S = 300.0
 SETTLE_S = 3.0
 PROGRESS_S = 0.2
+
+
+class _Request(NamedTuple):
+    """What was asked for, checked; `wait_s` may pass at the gates."""
+
+    params: OmniSamplingParams
+    route: list[Stage]
+    payload: Any
+    wait_s: float
+
+    @property
+    def stage_ids(self) -> list[int]:
+        return [stage.stage_id for stage in self.route]
 
 
 class Core:
@@ -55,6 +70,7 @@ class Core:
         self.gates = Gates(self.stages)
         self.closed = False
         self._flows: dict[str, Flow] = {}
+        self._chime = Chime()
         self.loras = Loras(self.stages, self.orders, self._flows.values)
         self._started_s = time.monotonic()
 
@@ -185,49 +201,68 @@ class Core:
 
     # -------------------------------------------------------------------------------- requests
 
-    async def admit(
-        self, prompt: Any, request_id: str | None, params: Any, modalities: Any, admission_timeout: float, lora: Any
-    ) -> Flow:
+    def admit_now(self, ask: Ask) -> Flow | None:
+        """Check a request, and start it if the gates are open; None: they are not, `admit` waits there.
+
+        Raises:
+            ArgumentError: prompt, id, parameters or adapter do not fit; nothing was started.
+            EngineClosedError: the engine was shut down.
+        """
+        request = self._checked(ask)
+        return self._begun(ask, request) if self.gates.open_for(request.stage_ids) else None
+
+    async def admit(self, ask: Ask) -> Flow:
         """Check a request, wait at the gates, and start it.
 
         Raises:
             ArgumentError: prompt, id, parameters or adapter do not fit; nothing was started.
             PausedError, AsleepError, NeedsWeightsError, StageFailedError: a gate is closed; see `Gates.admit`.
+            EngineClosedError: the engine was shut down.
         """
+        request = self._checked(ask)
+        await self.gates.admit(request.stage_ids, request.wait_s)
+        self._check_id(ask.request_id)
+        return self._begun(ask, request)
+
+    def _checked(self, ask: Ask) -> _Request:
         self.check_open()
-        checked = sampling_params_from(params)
-        route = self._route(modalities)
+        params = sampling_params_from(ask.sampling_params)
+        route = self._route(ask.output_modalities)
         for stage in route:
-            stage.model.check(checked)
-        payload = route[0].model.first(prompt, checked)
-        self.loras.resolve(lora, route)
-        known_id = self._check_id(request_id)
-        wait_s = arguments.check_timeout(admission_timeout, "admission_timeout")
-        await self.gates.admit([stage.stage_id for stage in route], wait_s if wait_s is not None else 0.0)
-        self._check_id(known_id)
-        adapter, lora_stages = self.loras.resolve(lora, route)
-        seed = checked.seed if checked.seed is not None else secrets.randbits(32)
+            stage.model.check(params)
+        payload = route[0].model.first(ask.prompt, params)
+        self.loras.resolve(ask.lora_request, route)
+        self._check_id(ask.request_id)
+        wait_s = arguments.check_timeout(ask.admission_timeout, "admission_timeout")
+        return _Request(params, route, payload, 0.0 if wait_s is None else wait_s)
+
+    def _begun(self, ask: Ask, request: _Request) -> Flow:
+        params, route = request.params, request.route
+        adapter, lora_stages = self.loras.resolve(ask.lora_request, route)
         asked = Asked(
-            request_id=known_id, prompt=prompt, params=checked, seed=seed, lora=adapter, lora_stages=lora_stages
+            request_id=ask.request_id,
+            prompt=ask.prompt,
+            params=params,
+            seed=params.seed if params.seed is not None else secrets.randbits(32),
+            lora=adapter,
+            lora_stages=lora_stages,
         )
-        flow = Flow(asked, route, on_event=self.hub.push, on_end=self._forget)
-        self._flows[known_id] = flow
-        flow.begin(payload)
+        ring = functools.partial(self._chime.ring, ask.bell)
+        flow = Flow(asked, route, ring=ring, on_event=self.hub.push, on_end=self._forget)
+        self._flows[flow.request_id] = flow
+        flow.begin(request.payload)
         return flow
 
     def _forget(self, flow: Flow) -> None:
         self._flows.pop(flow.request_id, None)
 
-    def _check_id(self, request_id: Any) -> str:
-        if request_id is None:
-            return uuid.uuid4().hex[:12]
+    def _check_id(self, request_id: Any) -> None:
         if not isinstance(request_id, str) or not request_id or not is_unicode(request_id):
             msg = f"request_id={request_id!r} is not a non-empty string of Unicode text; nothing was started"
             raise ArgumentError(msg)
         if request_id in self._flows:
             msg = f"request_id {request_id!r} is already in progress; nothing was started"
             raise ArgumentError(msg)
-        return request_id
 
     def _route(self, modalities: Sequence[str] | str | None) -> list[Stage]:
         """The stages that a request needs: up to the first that makes the wanted output."""
@@ -246,11 +281,10 @@ class Core:
         flow = self._flows.get(request_id)
         return flow is not None and flow.stage.abort(request_id)
 
-    def abandon(self, begun: Sequence[Flow]) -> None:
-        """End requests whose client went away; another one of the same id is not theirs."""
-        for flow in begun:
-            if self._flows.get(flow.request_id) is flow:
-                flow.stage.abort(flow.request_id)
+    def abandon(self, flow: Flow) -> None:
+        """End a request whose client went away; another one of the same id is not its."""
+        if self._flows.get(flow.request_id) is flow:
+            flow.stage.abort(flow.request_id)
 
     def _in_transit(self, stage: Stage) -> int:
         return sum(flow.heads_for(stage) for flow in list(self._flows.values()))

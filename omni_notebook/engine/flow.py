@@ -9,8 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.engine.loop import Bell
-from omni_notebook.errors import DeadlineError, EngineClosedError, OmniError
+from omni_notebook.errors import OmniError
 from omni_notebook.protocol import (
     CompletionOutput,
     LoRARequest,
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_notebook.stages.stage import Stage
-    from omni_notebook.stages.waiting import Deadline
-
-NEVER_S = 10 * 365 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +46,7 @@ class Flow:
         asked: Asked,
         route: Sequence[Stage],
         *,
+        ring: Callable[[], None],
         on_event: Callable[[RequestEvent], None],
         on_end: Callable[[Flow], None],
     ) -> None:
@@ -63,7 +60,7 @@ class Flow:
         self._on_end = on_end
         self._outputs: deque[OmniRequestOutput | BaseException] = deque()
         self._lock = threading.Lock()
-        self._bell = Bell()
+        self._ring = ring
 
     @property
     def stage(self) -> Stage:
@@ -122,7 +119,7 @@ class Flow:
         if ends:
             self._end(None)
             return
-        self._bell.ring()
+        self._ring()
         if output.final:
             self._move_on()
 
@@ -156,8 +153,7 @@ class Flow:
         self._left_upstream()
         if error is not None:
             self._outputs.append(error)
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._bell.ring)  # once replica and scheduler have done with it too
+        asyncio.get_running_loop().call_soon(self._ring)  # once replica and scheduler have done with it too
         for stage in self.route:
             stage.kick()  # its end may have made room for another one at the connector
         self._on_end(self)
@@ -171,7 +167,9 @@ class Flow:
             self._outputs.append(output)
 
     def _request_output(self, output: StageOutput, stage: Stage, *, ends: bool) -> OmniRequestOutput:
-        lora = next((found for passed in self.route[: self.at + 1] if (found := self._lora(passed))), None)
+        lora = self._asked.lora
+        if lora is not None and not any(map(self._lora, self.route[: self.at + 1])):
+            lora = None  # no stage so far has applied it
         text = [CompletionOutput(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)]
         return OmniRequestOutput(
             request_id=self.request_id,
@@ -202,23 +200,10 @@ class Flow:
             raise output
         return output
 
-    async def wait(self, deadline: Deadline, closed: Callable[[], bool]) -> None:
-        """Return once an output is there; on the loop of whoever asks.
-
-        Raises:
-            DeadlineError: none came in time; the request goes on.
-            EngineClosedError: `closed()`, and none will come.
-        """
-        if not await self._bell.until(lambda: bool(self._outputs) or closed(), deadline.left_s):
-            stage = self.stage
-            msg = (
-                f"request {self.request_id} had not ended after {deadline.seconds:g} s; it is in stage "
-                f"{stage.stage_id} ({stage.state}, pause {stage.pause_state})"
-            )
-            raise DeadlineError(msg)
-        if not self._outputs:
-            msg = f"the engine was shut down while request {self.request_id} was in progress; start a new one"
-            raise EngineClosedError(msg)
+    @property
+    def has_news(self) -> bool:
+        """Whether `ready` has something; any thread may ask."""
+        return bool(self._outputs)
 
 
 def _id(lora: LoRARequest | None) -> int:

@@ -36,6 +36,11 @@ class Gates:
         """Whether the pause gate is closed."""
         return any(stage.pause_state != PauseState.OPEN for stage in self._stages)
 
+    def open_for(self, route: Sequence[int]) -> bool:
+        """Whether a request on this route may begin now, as far as that shows at a glance."""
+        awake = all(self._stages[number].state == MemoryState.AWAKE for number in route)
+        return awake and not self.paused and not self.closed
+
     async def admit(self, route: Sequence[int], timeout_s: float) -> None:
         """Return once both gates are open; no await lies between the look and the return.
 

@@ -55,12 +55,28 @@ class EngineLoop:
         Raises:
             EngineClosedError: the loop has ended.
         """
-        if self._closed or os.getpid() != self._pid:
+        try:
+            self.check_open()
+        except EngineClosedError:
             coroutine.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, act: Callable[[], object]) -> None:
+        """Call on this loop, on its next turn; nobody hears what it gives or raises.
+
+        Raises:
+            EngineClosedError: the loop has ended.
+        """
+        self.check_open()
+        self.loop.call_soon_threadsafe(act)
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError if the loop has ended, or belongs to the process that this one is a fork of."""
+        if self._closed or os.getpid() != self._pid:
             what = "was shut down" if self._closed else f"belongs to process {self._pid}, this is a fork of it"
             msg = f"the engine {what}; start a new one"
             raise EngineClosedError(msg)
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def stop(self, timeout_s: float) -> None:
         """End the loop and its thread; idempotent, not from the loop's own thread."""
@@ -80,16 +96,28 @@ class Bell:
 
     def ring(self) -> None:
         """Something changed. Costs next to nothing while nobody waits."""
-        with self._lock:
-            waiter, self._waiter = self._waiter, None
+        waiter = self.waiter()
         if waiter is not None:
             with contextlib.suppress(RuntimeError):  # the loop that waited has ended
                 waiter.get_loop().call_soon_threadsafe(_set, waiter)
 
-    async def until(self, predicate: Callable[[], bool], seconds: Callable[[], float]) -> bool:
-        """Whether `predicate` became true while `seconds()` were left; each ring and every `TICK_S` is a look."""
+    def waiter(self) -> asyncio.Future[None] | None:
+        """Take the one who waits out of the line, if one does; whoever takes it wakes it, on its own loop."""
+        with self._lock:
+            waiter, self._waiter = self._waiter, None
+        return waiter
+
+    async def until(
+        self, predicate: Callable[[], bool], seconds: Callable[[], float], begin: Callable[[], object] | None = None
+    ) -> bool:
+        """Whether `predicate` became true while `seconds()` were left; each ring and every `TICK_S` is a look.
+
+        `begin` is called as the last thing before the first wait: what another thread is woken for finds this one out
+        of its way.
+        """
+        loop = asyncio.get_running_loop()
         while not predicate():
-            waiter = asyncio.get_running_loop().create_future()
+            waiter = loop.create_future()
             with self._lock:
                 self._waiter = waiter
             if predicate():  # between the look and the place in line
@@ -97,13 +125,48 @@ class Bell:
             left_s = seconds()
             if left_s <= 0.0:
                 return False
-            await asyncio.wait({waiter}, timeout=min(left_s, TICK_S))
+            turn = loop.call_later(min(left_s, TICK_S), _set, waiter)
+            try:
+                if begin is not None:
+                    begin()
+                    begin = None
+                await waiter
+            finally:
+                turn.cancel()
         return True
 
 
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+def _set(*waiters: asyncio.Future[None]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+class Chime:
+    """Rings bells at the end of a loop's turn, all together: another loop is woken once for all who wait there.
+
+    Everything here belongs to one loop.
+    """
+
+    def __init__(self) -> None:
+        self._bells: list[Bell] = []
+
+    def ring(self, bell: Bell) -> None:
+        """Ring it after what is happening now."""
+        self._bells.append(bell)
+        if len(self._bells) == 1:
+            asyncio.get_running_loop().call_soon(self._ring)
+
+    def _ring(self) -> None:
+        bells, self._bells = self._bells, []
+        waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for bell in bells:
+            waiter = bell.waiter()
+            if waiter is not None:
+                waiting.setdefault(waiter.get_loop(), []).append(waiter)
+        for loop, waiters in waiting.items():
+            with contextlib.suppress(RuntimeError):  # the loop that waited has ended
+                loop.call_soon_threadsafe(_set, *waiters)
 
 
 async def ended(work: Future[Any]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from omni_notebook.errors import ArgumentError, ConfigError, DeadlineError, WorkerDiedError
 from omni_notebook.executors.base import RankAnswer, on_loop, shut_down, silent, told
 from omni_notebook.executors.mp.link import RankLink, Waiting, unseen
-from omni_notebook.executors.mp.messages import Order, Start, payload
+from omni_notebook.executors.mp.messages import Order, Start, Tell, payload
 from omni_notebook.executors.mp.wire import pack
 from omni_notebook.worker.faults import rebuild
 from omni_notebook.worker.methods import signature
@@ -20,6 +20,8 @@ from omni_notebook.worker.vllm.versions import vllm_version, warn_if_untested
 from omni_notebook.worker.vllm.wire import LAST_WORDS, RankReply, packed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_notebook.executors.base import OnDeath
     from omni_notebook.protocol import RankId, RankStatus
     from omni_notebook.worker.reports import WorkerSpec
@@ -121,6 +123,18 @@ class HostedExecutor:
             self._link.forget(number)
             return silent(self.ranks[0], method, timeout_s or 0.0).unwrap()
         return answered.result().unwrap()
+
+    def tell_host(self, method: str, *args: Any) -> None:
+        """Call a method of the host itself, after the calls before; nobody answers, one that is gone hears nothing.
+
+        Raises:
+            ArgumentError: an argument has no form on the wire; nothing was sent.
+        """
+        self._link.send(pack(Tell(method, payload(args))))
+
+    def listen(self, take: Callable[[Any, BaseException | None], None], kind: Any) -> None:
+        """Hand what the host says unasked, of this kind, to `take`; at its end, once, the error."""
+        self._link.listen(Waiting(kind, take))
 
     def cancel(self, task_id: str) -> None:
         """See `Executor.cancel`; a vLLM worker's one thread carries orders out, so that none can be overtaken."""

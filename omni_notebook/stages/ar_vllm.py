@@ -65,7 +65,7 @@ class ArVllmModel:
                 raise ArgumentError(msg)
             return TextPrompt(printable(prompt) if self._tokenizer is None else tuple(self._tokenizer.encode(prompt)))
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int and 0 <= i < _IDS for i in ids):
+        if not isinstance(ids, list | tuple) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= _IDS:
             msg = 'a prompt is a string or {"prompt_token_ids": [ints]}; nothing was started'
             raise ArgumentError(msg)
         return TextPrompt(tuple(ids))

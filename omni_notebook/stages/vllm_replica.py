@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omni_notebook.errors import ArgumentError, EngineClosedError, WorkerDiedError
 from omni_notebook.worker.faults import describe
-from omni_notebook.worker.vllm.wire import TextOutput, packed
+from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.stages.vllm_scheduler import VllmScheduler
     from omni_notebook.stages.waiting import Signal
-    from omni_notebook.worker.vllm.wire import TextRequest
 
 _GONE = (WorkerDiedError, EngineClosedError)
 
@@ -46,14 +45,14 @@ class VllmReplica:
         self._frozen = True
         self._stale = False
         self._ended = False
+        self._ordering = False
         self._aborted: list[str] = []
-        loop = asyncio.get_running_loop()
-        self._tasks = {loop.create_task(self._follow(self._feed), name="omni-vllm-feed")}
+        self._heard = 0
+        self._feeding = asyncio.get_running_loop().create_task(self._feed(), name="omni-vllm-feed")
 
     def loaded(self) -> None:
         """VLLM runs: take requests, and hear what becomes of them."""
-        listening = asyncio.get_running_loop().create_task(self._follow(self._listen), name="omni-vllm-listen")
-        self._tasks.add(listening)
+        self.executor.listen(self._hear, list[TextOutput])
         self._frozen = False
         self.reopen("loading")
 
@@ -73,9 +72,15 @@ class VllmReplica:
         return self.at_rest and not self.scheduler.running and not self.scheduler.queued
 
     def add(self, request: StageRequest) -> None:
-        """Queue a request."""
+        """Give a request to vLLM at once, unless something comes before it: then queue it."""
         self.scheduler.add(request)
-        self.kick()
+        if not self.open or self._frozen or self._ordering or self._aborted or self._ended:
+            self.kick()
+            return
+        try:
+            self._submit()
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
 
     def close(self, reason: str) -> None:
         """Let nothing run until this reason is taken back."""
@@ -116,70 +121,86 @@ class VllmReplica:
         self._stale = True
 
     async def stop(self) -> None:
-        """End the loops; requests stay in the scheduler."""
+        """End the loop, hear no more; requests stay in the scheduler."""
         self._ended = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks, timeout=1.0)
+        self._feeding.cancel()
+        await asyncio.wait({self._feeding}, timeout=1.0)
+        self._changed.notify()
 
-    # ------------------------------------------------------------------------------- the loops
-
-    async def _follow(self, loop: Any) -> None:
-        """Run a loop; a bug or vLLM's failure in it fails the stage."""
-        try:
-            await loop()
-        except _GONE:
-            self._ended = True  # whoever watches the process says so
-        except Exception as error:  # noqa: BLE001
-            self._ended = True
-            self._on_failure(error)
-        finally:
-            self._changed.notify()
+    # ------------------------------------------------------------------------------- the loop
 
     async def _feed(self) -> None:
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            if "loading" in self.closed_by:
-                continue
-            if self._aborted:
-                aborted, self._aborted = self._aborted, []
-                await self.executor.ask_host("abort", aborted)
-            if self.open:
-                await self._go_on()
-            elif not self._frozen:
-                await self._stand_still()
+        """Give vLLM its orders, one after the other; a bug or vLLM's failure in it fails the stage."""
+        try:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                if "loading" not in self.closed_by:
+                    await self._order()
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._ended = True
+        if not isinstance(error, _GONE):  # whoever watches the process says so
+            self._on_failure(error)
+        self._changed.notify()
+
+    async def _order(self) -> None:
+        self._ordering = True
+        if self._aborted:
+            aborted, self._aborted = self._aborted, []
+            await self.executor.ask_host("abort", aborted)
+        if self.open and not self._ended:
+            await self._go_on()
+        elif not self.open and not self._frozen:
+            await self._stand_still()
+        self._ordering = False
 
     async def _go_on(self) -> None:
         if self._frozen:
             self._frozen = False
             stale, self._stale = self._stale, False
             await self.executor.ask_host("thaw", stale)
-        requests = [data for request in self.scheduler.take() if (data := self._sendable(request)) is not None]
+        if self.open:
+            self._submit()
+
+    def _submit(self) -> None:
+        """Send what may start; one that can not be sent ends alone, and the others of the stage go on."""
+        requests = self.scheduler.take()
+        for request in requests:
+            try:
+                self.executor.tell_host("submit", request)
+            except ArgumentError as error:
+                fault = describe(ArgumentError(f"request {request.request_id}: {error}; vLLM was not asked"))
+                self._take([TextOutput(request_id=request.request_id, fault=fault)])
         if requests:
             self._on_start()
-            await self.executor.ask_host("submit", requests)
         self._changed.notify()
 
-    def _sendable(self, request: TextRequest) -> bytes | None:
-        """A request as bytes; one that can not be sent ends alone, and the others of the stage go on."""
-        try:
-            return packed(request)
-        except (TypeError, ValueError, OverflowError) as error:  # UnicodeEncodeError among them
-            fault = describe(ArgumentError(f"request {request.request_id}: {error}; vLLM was not asked"))
-            self._take([TextOutput(request_id=request.request_id, fault=fault)])
-            return None
-
     async def _stand_still(self) -> None:
-        self._take(await self.executor.ask_host("freeze", kind=list[TextOutput]))
+        await self.executor.ask_host("freeze")
         self._frozen = True
         self._changed.notify()
         if self.open:
             self._work.set()
 
-    async def _listen(self) -> None:
-        while True:
-            self._take(await self.executor.ask_host("outputs", kind=list[TextOutput]))
+    def _hear(self, outputs: list[TextOutput], error: BaseException | None) -> None:
+        """What the host says unasked: outputs, or that it is gone or could not follow."""
+        if self._ended:
+            return
+        if error is not None:
+            self._fail(error)
+            return
+        try:
+            self._take(outputs)
+        except Exception as failure:  # noqa: BLE001
+            self._fail(failure)
+            return
+        self._heard += 1
+        if self._heard == NEWS_AHEAD // 2:
+            self._heard = 0
+            self.executor.tell_host("taken", NEWS_AHEAD // 2)
 
     def _take(self, outputs: list[TextOutput]) -> None:
         self.scheduler.finish(outputs, self._weight_version())

@@ -36,6 +36,10 @@ class TextPrompt:
     versions: list[list[Any]] = field(default_factory=list)
     cached: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.prompt_ids is None and not isinstance(self.prompt, str):
+            self.prompt_ids = self.prompt
+
     def note(self, weight_version: str, tokens: int) -> None:
         """So many tokens more came from these weights."""
         if self.versions and self.versions[-1][0] == weight_version:
@@ -89,8 +93,8 @@ class VllmScheduler:
             del self._running[request.request_id]
             request.end(RequestState.FAILED, rebuild(output.fault))
             return
-        if prompt.prompt_ids is None:
-            prompt.prompt_ids, prompt.cached = output.prompt_token_ids, output.cached_tokens
+        if prompt.cached is None:
+            prompt.prompt_ids, prompt.cached = prompt.prompt_ids or output.prompt_token_ids, output.cached_tokens
         prompt.generated.extend(output.token_ids)
         prompt.text = prompt.text + output.text if self._decode is None else self._decode(prompt.generated)
         if output.token_ids:

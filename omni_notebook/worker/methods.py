@@ -17,6 +17,7 @@ from omni_notebook.worker.batches import (
 )
 from omni_notebook.worker.reports import LoadReport, LoRAReport, WakeOutlook
 from omni_notebook.worker.tensors import TensorChunk, TensorHeader
+from omni_notebook.worker.vllm.wire import TextRequest
 
 
 class Signature(NamedTuple):
@@ -67,9 +68,11 @@ METHODS: dict[str, Signature] = {
 
 AT_ONCE = frozenset({"noop"})
 """Methods that do not wait for the orders before them, a running batch among them; any thread may call them."""
+HOST_METHODS = {"submit": Signature(tuple[TextRequest], None)}
+"""What the host of vLLM is told that is not of plain types."""
 _PLAIN = Signature(tuple[Any, ...], Any)
 
 
 def signature(method: str) -> Signature:
     """The types of a method."""
-    return METHODS.get(method, _PLAIN)
+    return METHODS.get(method) or HOST_METHODS.get(method, _PLAIN)

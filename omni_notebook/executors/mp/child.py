@@ -1,7 +1,8 @@
 """A rank's process: `python -m omni_notebook.executors.mp.child SOCKET PARENT`, two inherited file descriptors.
 
 Three threads: the main one reads frames and answers what must not wait; one carries the orders out, first come, first
-served, and makes the worker (heavy imports are its own); one ends the process when the parent is gone.
+served, and makes the worker (heavy imports are its own); one ends the process when the parent is gone. A worker with an
+event loop may have the frames read and the orders begun there instead, so that none of them wakes another thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
@@ -25,6 +27,7 @@ from omni_notebook.errors import ArgumentError
 from omni_notebook.executors.base import method_of
 from omni_notebook.executors.mp.logs import trim
 from omni_notebook.executors.mp.messages import (
+    UNASKED,
     Ask,
     Failure,
     LogLevel,
@@ -43,15 +46,14 @@ from omni_notebook.worker.methods import AT_ONCE, signature
 from omni_notebook.worker.reports import WorkerSpec
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from omni_notebook.executors.mp.wire import Frame
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
-_NOT_MEASURED = frozenset(
-    {"execute", "reached", "collect", "ping", "barrier", "noop", "weights_valid", "load_tensors", "submit", "outputs"}
-)
+_NOT_MEASURED = frozenset({"execute", "reached", "collect", "ping", "barrier", "noop", "weights_valid", "load_tensors"})
 """Orders that move no memory, or come too fast to measure after each: the next tick does. After all others memory is
 measured and sent before the answer, so that who has the answer has the memory after it."""
 _PR_SET_PDEATHSIG = 1
@@ -85,13 +87,45 @@ class Reporting(Protocol):
         ...
 
 
+@runtime_checkable
+class Looping(Protocol):
+    """A worker with an event loop of its own."""
+
+    def speak_on(self, line: Line) -> None:
+        """Where to say what nobody asked for, and to ask that frames are read on its loop."""
+        ...
+
+
+class Line:
+    """The worker's end of the connection, beside the answers to orders."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def say(self, value: Any) -> None:
+        """Send what the engine hears without having asked; any thread. Waits if nobody reads: bound what you say.
+
+        Raises:
+            ArgumentError: it has no form on the wire.
+        """
+        pack(Reply(UNASKED, payload(value))).send(self._connection)
+
+    def read_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have frames read, and their orders begun, on this loop: from the first that comes after this call."""
+        self.loop = loop
+
+
 class Orders:
     """The thread that makes the worker and carries orders out."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, line: Line) -> None:
         self.worker: Any = None
+        self.here = False
+        """Whether orders are begun by whoever reads them; they all return at once."""
+        self._line = line
         self._connection = connection
-        self._queue: queue.SimpleQueue[tuple[Order, Frame] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Order, Frame] | Callable[[], object] | None] = queue.SimpleQueue()
         self._sampled: bytes | None = None
         self._sampling = threading.Lock()
 
@@ -100,11 +134,15 @@ class Orders:
         threading.Thread(target=self._main, args=(start, frame), name="orders", daemon=True).start()
 
     def take(self, order: Order, frame: Frame) -> None:
-        """Queue an order, or carry it out here and now if it is one of `AT_ONCE`."""
-        if order.method in AT_ONCE and self.worker is not None:
+        """Queue an order, or carry it out here and now if it is one of `AT_ONCE`, or all are."""
+        if self.here or (order.method in AT_ONCE and self.worker is not None):
             self._answer(order, frame, self._run)
         else:
             self._queue.put((order, frame))
+
+    def after(self, act: Callable[[], object]) -> None:
+        """Do something once the orders so far are carried out."""
+        self._queue.put(act)
 
     def end(self) -> None:
         """Shut the worker down and end the process, after the orders before."""
@@ -116,11 +154,16 @@ class Orders:
             self.worker = _make_worker(start, frame)
             if isinstance(self.worker, Reporting):
                 self.worker.report_with(self.sample)
+            if isinstance(self.worker, Looping):
+                self.worker.speak_on(self._line)
         except BaseException as error:  # noqa: BLE001  (answered to every order)
             carry_out = _raising(error)
         del start, frame
         while (item := self._queue.get()) is not None:
-            self._answer(*item, carry_out)
+            if callable(item):
+                item()
+            else:
+                self._answer(*item, carry_out)
             del item  # its arrays are shared memory
         try:
             if self.worker is not None:
@@ -195,36 +238,56 @@ def _make_worker(start: Start, frame: Frame) -> Any:
 
 
 class Control:
-    """The main thread: reads frames until the connection ends."""
+    """The main thread: reads frames until the connection ends, or a worker's loop reads them."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._receiver = Receiver(connection)
-        self._orders = Orders(connection)
+        self._line = Line(connection)
+        self._orders = Orders(connection, self._line)
 
     def run(self) -> NoReturn:
         """Serve until told to stop, or left alone."""
         ready = select.poll()
         ready.register(self._connection, select.POLLIN)
         while True:
-            if not ready.poll(TICK_S * 1000):
-                self._orders.sample()
-                trim(sys.stderr.fileno())
-                continue
-            frame = self._receiver.receive()
-            if frame is None:
-                leave(1)
-            try:
-                self._take(frame.decode(ToChild), frame)
-            except Exception:  # noqa: BLE001  (one bad word must not end the rank)
-                _log.exception("a message could not be followed")
+            came = ready.poll(TICK_S * 1000)
+            if self._line.loop is not None:
+                self._move_to(self._line.loop)
+            if came:
+                self._read()
+            else:
+                self._tick()
+
+    def _move_to(self, loop: asyncio.AbstractEventLoop) -> NoReturn:
+        """Let the loop read from now on, once all that was read before is begun; this thread only measures."""
+        self._orders.after(lambda: loop.call_soon_threadsafe(self._read_on, loop))
+        while True:
+            time.sleep(TICK_S)
+            self._tick()
+
+    def _read_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._orders.here = True
+        loop.add_reader(self._connection, self._read)
+
+    def _tick(self) -> None:
+        self._orders.sample()
+        trim(sys.stderr.fileno())
+
+    def _read(self) -> None:
+        frame = self._receiver.receive()
+        if frame is None:
+            leave(1)
+        try:
+            self._take(frame.decode(ToChild), frame)
+        except Exception:  # noqa: BLE001  (one bad word must not end the rank)
+            _log.exception("a message could not be followed")
 
     def _take(self, message: ToChild, frame: Frame) -> None:
         if isinstance(message, Order):
             self._orders.take(message, frame)
         elif isinstance(message, Tell):
-            if self._orders.worker is not None:
-                method_of(self._orders.worker, message.method)(*_arguments(message, frame))
+            self._follow(message, frame)
         elif isinstance(message, Ask):
             self._answer(message)
         elif isinstance(message, LogLevel):
@@ -235,6 +298,16 @@ class Control:
             self._orders.begin(message, frame)
         elif isinstance(message, Stop):
             self._orders.end()
+
+    def _follow(self, told: Tell, frame: Frame) -> None:
+        """Do what nobody waits for; who listens to what is unasked hears of a failure."""
+        if self._orders.worker is None:
+            return
+        try:
+            method_of(self._orders.worker, told.method)(*_arguments(told, frame))
+        except Exception as error:  # noqa: BLE001  (it belongs to whoever told)
+            _log.exception("%s(...) could not be followed", told.method)
+            pack(Failure(UNASKED, describe(error))).send(self._connection)
 
     def _answer(self, question: Ask) -> None:
         try:

@@ -10,7 +10,7 @@ import msgspec
 
 from omni_notebook.errors import EngineClosedError, OmniError, WorkerDiedError
 from omni_notebook.executors.mp import logs
-from omni_notebook.executors.mp.messages import Failure, Reply, Sample, Stop, ToParent
+from omni_notebook.executors.mp.messages import UNASKED, Failure, Reply, Sample, Stop, ToParent
 from omni_notebook.executors.mp.process import RankProcess
 from omni_notebook.executors.mp.wire import Receiver, pack
 from omni_notebook.protocol import RankStatus, TagMemory
@@ -92,6 +92,13 @@ class RankLink:
         self._waiting[number] = waiting
         self.send(packet)
 
+    def listen(self, waiting: Waiting) -> None:
+        """Hand out, again and again, what the rank says unasked; at its death, once, the error."""
+        if self.error is not None:
+            waiting.take(None, self.error)
+            return
+        self._waiting[UNASKED] = waiting
+
     def forget(self, number: int) -> None:
         """Nobody waits for this answer any more."""
         self._waiting.pop(number, None)
@@ -142,7 +149,7 @@ class RankLink:
         if isinstance(message, Sample):
             self.statuses = message.statuses
             return
-        waiting = self._waiting.pop(message.id, None)
+        waiting = self._waiting.get(message.id) if message.id == UNASKED else self._waiting.pop(message.id, None)
         if waiting is None:
             return  # it came too late
         if isinstance(message, Failure):

@@ -57,6 +57,10 @@ ToChild = Start | Order | Ask | Tell | LogLevel | Stop
 # ------------------------------------------------------------------------------------ to the parent
 
 
+UNASKED = 0
+"""The id of a `Reply` to no order: what a worker says by itself."""
+
+
 class Reply(msgspec.Struct, array_like=True, tag="reply"):
     """What an order or a question gave."""
 

@@ -203,17 +203,16 @@ class Adapters:
 
 
 def _adapter(request: LoRARequest | None) -> Any:
-    from vllm.lora.request import LoRARequest as VllmLoRARequest  # noqa: PLC0415
-
     if request is None:
         return None
+    from vllm.lora.request import LoRARequest as VllmLoRARequest  # noqa: PLC0415
+
     return VllmLoRARequest(request.lora_name, request.lora_int_id, request.lora_path)
 
 
 def generate(llm: Any, request: TextRequest) -> AsyncIterator[Any]:
     """VLLM's outputs of one request, each with what is new since the last."""
-    from vllm import SamplingParams  # noqa: PLC0415
-    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: PLC0415
 
     params = SamplingParams(
         max_tokens=request.max_tokens - len(request.generated),
@@ -226,7 +225,8 @@ def generate(llm: Any, request: TextRequest) -> AsyncIterator[Any]:
     )
     prompt: Any = request.prompt
     if not isinstance(prompt, str):
-        prompt = {"prompt_token_ids": [*prompt, *request.generated]}
+        # with its type it is an input as vLLM's renderer makes one: nothing to tokenize, no thread to wait for
+        prompt = {"type": "token", "prompt_token_ids": [*prompt, *request.generated]}
     outputs: AsyncIterator[Any] = llm.generate(prompt, params, request.request_id, lora_request=_adapter(request.lora))
     return outputs
 
@@ -243,6 +243,6 @@ def news(request: TextRequest, output: Any, *, first: bool) -> TextOutput:
         token_ids=token_ids,
         text=one.text,
         finish_reason=one.finish_reason,
-        prompt_token_ids=tuple(output.prompt_token_ids or ()) if first else None,
+        prompt_token_ids=tuple(output.prompt_token_ids or ()) if first and isinstance(request.prompt, str) else None,
         cached_tokens=output.num_cached_tokens if first else None,
     )

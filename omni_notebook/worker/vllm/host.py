@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import socket
@@ -28,6 +29,7 @@ from omni_notebook.worker.methods import signature
 from omni_notebook.worker.vllm import engine, leftovers
 from omni_notebook.worker.vllm.wire import (
     LAST_WORDS,
+    NEWS_AHEAD,
     UNASKED,
     Attach,
     FromRank,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from concurrent.futures import Future
 
+    from omni_notebook.executors.mp.child import Line
     from omni_notebook.protocol import RankStatus
     from omni_notebook.worker.reports import WorkerSpec
 
@@ -82,7 +85,8 @@ class VllmHost:
         self._statuses: dict[int, RankStatus] = {}
         self._report: Callable[[], None] = lambda: None
         self._outputs: dict[str, TextOutput] = {}
-        self._waiting: asyncio.Future[None] | None = None
+        self._ahead = 0
+        self._speaking = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._frozen = False
         self._loop = asyncio.new_event_loop()
@@ -91,6 +95,10 @@ class VllmHost:
     def report_with(self, report: Callable[[], None]) -> None:
         """See `Reporting`."""
         self._report = report
+
+    def speak_on(self, line: Line) -> None:
+        """See `Looping`."""
+        self._line = line
 
     def memory(self) -> tuple[RankStatus, ...]:
         """What each rank sent last, in their order; any thread."""
@@ -123,6 +131,8 @@ class VllmHost:
         for process in multiprocessing.active_children():
             self._core = process.pid or 0
             self._watch(self._core, CORE)
+        gc.freeze()  # else a full collection looks at all that vLLM has imported, and no token comes meanwhile
+        self._line.read_on(self._loop)
 
     def _source(self) -> str | None:
         """The checkpoint folder that the weights come from; None where vLLM made them up."""
@@ -240,15 +250,11 @@ class VllmHost:
 
     # -------------------------------------------------------------------------------- requests
 
-    def submit(self, requests: list[bytes]) -> Future[None]:
-        """Begin requests (a packed `TextRequest` each); what becomes of them comes by `outputs`."""
-        return self._go(self._submit([msgspec.msgpack.decode(request, type=TextRequest) for request in requests]))
-
-    async def _submit(self, requests: list[TextRequest]) -> None:
-        for request in requests:
-            task = self._loop.create_task(self._run(request), name=request.request_id)
-            self._tasks[request.request_id] = task
-            task.add_done_callback(functools.partial(self._ended, request.request_id))
+    def submit(self, request: TextRequest) -> None:
+        """Begin a request; what becomes of it is said unasked, as lists of `TextOutput`. On the loop, once started."""
+        task = self._loop.create_task(self._run(request), name=request.request_id)
+        self._tasks[request.request_id] = task
+        task.add_done_callback(functools.partial(self._ended, request.request_id))
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(request_id) is task:
@@ -271,25 +277,25 @@ class VllmHost:
             self._put(TextOutput(request_id=request.request_id, fault=describe(error)))
 
     def _put(self, output: TextOutput) -> None:
-        """Keep news until they are fetched; those of one request become one, so that a slow reader costs nothing."""
+        """Keep news until they are said, those of one step together; those of one request become one."""
         earlier = self._outputs.get(output.request_id)
         self._outputs[output.request_id] = output if earlier is None else earlier.followed_by(output)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        if not self._speaking and self._ahead < NEWS_AHEAD:
+            self._speaking = True
+            self._loop.call_soon(self._speak)
 
-    def outputs(self) -> Future[list[TextOutput]]:
-        """What has come since the last call; waits until something has. One caller at a time."""
-        return self._go(self._next_outputs())
+    def _speak(self) -> None:
+        self._speaking = False
+        if self._outputs:
+            self._ahead += 1
+            said, self._outputs = self._outputs, {}
+            self._line.say(list(said.values()))
 
-    async def _next_outputs(self) -> list[TextOutput]:
-        if not self._outputs:
-            self._waiting = self._loop.create_future()
-            await self._waiting
-        return self._taken()
-
-    def _taken(self) -> list[TextOutput]:
-        taken, self._outputs = self._outputs, {}
-        return list(taken.values())
+    def taken(self, times: int) -> None:
+        """The engine has taken what was said so many times. On the loop."""
+        self._ahead -= times
+        if not self._speaking and self._ahead < NEWS_AHEAD:
+            self._speak()
 
     def abort(self, request_ids: list[str]) -> Future[None]:
         """End requests; nothing more comes of them."""
@@ -304,17 +310,17 @@ class VllmHost:
         for request_id in request_ids:
             self._outputs.pop(request_id, None)
 
-    def freeze(self) -> Future[list[TextOutput]]:
-        """Let vLLM's scheduler start no further step; once back, nothing runs, and what had come is the answer."""
+    def freeze(self) -> Future[None]:
+        """Let vLLM's scheduler start no further step; once back, nothing runs, and what had come was said before."""
         return self._go(self._freeze())
 
-    async def _freeze(self) -> list[TextOutput]:
+    async def _freeze(self) -> None:
         self._frozen = True
         if self._tasks:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
         else:  # as above, without the wait for outputs that are on their way
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        return self._taken()
+        self._speak()
 
     def thaw(self, stale: bool) -> Future[None]:
         """Let the scheduler go on; `stale`: with nothing of what it had computed."""

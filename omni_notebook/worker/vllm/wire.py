@@ -14,6 +14,9 @@ LAST_WORDS = "omni: "
 """What the line begins with in which a host says why it ends."""
 
 
+NEWS_AHEAD = 4
+"""The host says news at most so often before it hears that the engine has taken some; until then they wait and merge,
+so that an engine which is behind has less to take."""
 UNASKED = 0
 """The number of a reply to no order: a rank refused what did not come from us."""
 
@@ -33,8 +36,11 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoRARequest | None = None
 
 
-class TextOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one request: tokens and text since the last; `finish_reason` ends it, so does `fault`."""
+class TextOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """News of one request: tokens and text since the last; `finish_reason` ends it, so does `fault`.
+
+    The first says how many tokens of the prompt were cached, and for a prompt of text which they are.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()

@@ -1,0 +1,188 @@
+"""The host process: orders on its own loop in their order, news unasked and bounded, faults heard, an end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from omni_notebook.errors import ArgumentError, EngineClosedError, RemoteWorkerError, WorkerDiedError
+from omni_notebook.executors import hosted
+from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput, TextRequest
+from tests.executors.executor_helpers import make_specs, until
+from tests.executors.talking_host import BARE, TALKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+
+class Heard(list[Any]):
+    """What a host said unasked: values, and an error at the end."""
+
+    def take(self, value: Any, error: BaseException | None) -> None:
+        self.append(value if error is None else error)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a test with a host that listens, and end the host."""
+    monkeypatch.setattr(hosted, "warn_if_untested", lambda _version: None)
+
+    def run(host: str, test: Callable[[hosted.HostedExecutor, Heard], Awaitable[None]], kind: Any = Any) -> None:
+        async def main() -> None:
+            executor, heard = hosted.HostedExecutor(make_specs(1), host=host), Heard()
+            executor.listen(heard.take, kind)
+            try:
+                await asyncio.wait_for(test(executor, heard), 30)
+            finally:
+                executor.shutdown()
+                await until(lambda: executor.ended, 10)
+
+        asyncio.run(main())
+
+    return run
+
+
+def request(name: str, tokens: int, **known: Any) -> TextRequest:
+    """One for the host."""
+    given = {"prompt": (1,), "generated": (), "seed": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    return TextRequest(request_id=name, max_tokens=tokens, stop_token_ids=(), **{**given, **known})
+
+
+async def ended(executor: hosted.HostedExecutor, but: int = 0) -> None:
+    """Wait until all requests but so many have ended in the host."""
+    while await executor.ask_host("running") > but:  # noqa: ASYNC110  (the host signals nothing here)
+        await asyncio.sleep(0.005)
+
+
+def test_orders_before_and_after_the_loop_reads_them_keep_their_order(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, _heard: Heard) -> None:
+        orders = [executor.ask_host("start")]
+        orders += [executor.ask_host("note", number, 0.004) for number in range(50)]
+        await asyncio.gather(*orders)
+        for number in range(50, 80):
+            executor.tell_host("note", number)
+        await executor.ask_host("note", 80)
+        noted = await executor.ask_host("noted")
+        assert [value for value, _ in noted] == list(range(81))
+        assert noted[0][1] == "orders"
+        assert {thread for _, thread in noted[50:]} == {"talking"}  # nobody else was woken for them
+
+    serve(TALKING, test)
+
+
+def test_news_come_in_order_among_answers_and_again_and_again(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        await executor.ask_host("start")
+        for turn in range(3):
+            executor.tell_host("say", [turn, "a"])
+            await executor.ask_host("say", [turn, "b" * 100_000])  # in shared memory
+            assert heard[4 * turn :] == [turn, "a", turn, "b" * 100_000]
+
+    serve(TALKING, test)
+
+
+def test_who_listens_hears_that_the_host_could_not_follow_or_is_gone(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        await executor.ask_host("start")
+        executor.tell_host("say", 5)
+        await until(lambda: heard)
+        assert isinstance(heard[0], TypeError | RemoteWorkerError)
+        executor.tell_host("no_such_method")
+        await until(lambda: len(heard) == 2)
+        assert "no method 'no_such_method'" in str(heard[1])
+        assert await executor.ask_host("noted") == []  # it goes on
+        os.kill(executor._link.pid, signal.SIGKILL)
+        await until(lambda: len(heard) == 3)
+        assert isinstance(heard[2], WorkerDiedError)
+        late = Heard()
+        executor.listen(late.take, Any)
+        assert isinstance(late[0], WorkerDiedError)
+        executor.tell_host("note", 1)  # nobody hears it, nothing is raised
+
+    serve(TALKING, test)
+
+
+def test_what_has_no_form_is_not_told(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, _heard: Heard) -> None:
+        await executor.ask_host("start")
+        for unsendable in (object(), 10**30, "half a pair \ud800"):
+            with pytest.raises(ArgumentError, match="between processes"):
+                executor.tell_host("note", unsendable)
+        assert await executor.ask_host("noted") == []
+
+    serve(TALKING, test)
+
+
+def test_a_shutdown_after_the_loop_reads_ends_it_in_order(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        await executor.ask_host("start")
+        executor.shutdown()
+        await until(lambda: executor.ended, 1.5)  # before anybody insists
+        assert isinstance(heard[0], EngineClosedError)
+
+    serve(TALKING, test)
+
+
+def test_an_engine_that_takes_no_news_gets_a_few_and_later_the_rest_at_once(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        await executor.ask_host("start")
+        executor.tell_host("submit", request("long", 100))
+        executor.tell_host("submit", request("short", 10))
+        await until(lambda: len(heard) == NEWS_AHEAD)
+        executor.tell_host("submit", request("later", 100))
+        await ended(executor)
+        assert len(heard) == NEWS_AHEAD
+        executor.tell_host("taken", 1)
+        await until(lambda: len(heard) > NEWS_AHEAD)
+        await executor.ask_host("abort", [])
+        assert len(heard) == NEWS_AHEAD + 1
+        for name, tokens in (("long", 100), ("short", 10), ("later", 100)):
+            mine = [one for news in heard for one in news if one.request_id == name]
+            assert [token for one in mine for token in one.token_ids] == list(range(tokens))
+            assert "".join(one.text for one in mine) == "".join(f"{number} " for number in range(tokens))
+            assert [one.finish_reason for one in mine][-1] == "length"
+            assert all(one.finish_reason is None for one in mine[:-1])
+
+    serve(BARE, test, list[TextOutput])
+
+
+def test_news_that_wait_come_before_the_answer_to_a_freeze_and_none_of_what_was_aborted(
+    serve: Callable[..., None],
+) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        await executor.ask_host("start")
+        executor.tell_host("submit", request("kept", 60))
+        executor.tell_host("submit", request("aborted", 20_000))
+        await until(lambda: len(heard) == NEWS_AHEAD)
+        await ended(executor, but=1)
+        await executor.ask_host("abort", ["aborted"])
+        assert len(heard) == NEWS_AHEAD
+        await executor.ask_host("freeze")
+        assert len(heard) == NEWS_AHEAD + 1
+        assert [one.request_id for one in heard[-1]] == ["kept"]
+        kept = [one for news in heard for one in news if one.request_id == "kept"]
+        assert [token for one in kept for token in one.token_ids] == list(range(60))
+        executor.tell_host("submit", request("aborted", 3))
+        executor.tell_host("taken", NEWS_AHEAD)
+        await until(lambda: any(one.finish_reason for news in heard[NEWS_AHEAD + 1 :] for one in news))
+        again = [one for news in heard[NEWS_AHEAD + 1 :] for one in news]
+        assert [token for one in again for token in one.token_ids] == [0, 1, 2]
+
+    serve(BARE, test, list[TextOutput])
+
+
+def test_a_prompt_of_text_comes_back_as_ids_and_one_of_ids_does_not(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        await executor.ask_host("start")
+        executor.tell_host("submit", request("ids", 1))
+        executor.tell_host("submit", request("text", 1, prompt="x"))
+        await until(lambda: sum(map(len, heard)) == 2)
+        found = {one.request_id: one for news in heard for one in news}
+        assert (found["ids"].prompt_token_ids, found["ids"].cached_tokens) == (None, 0)
+        assert (found["text"].prompt_token_ids, found["text"].cached_tokens) == ((1,), 0)
+
+    serve(BARE, test, list[TextOutput])

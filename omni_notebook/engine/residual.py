@@ -19,8 +19,8 @@ _TOGETHER = ("residual_bytes", "residual", "rank_residual_gib", "current_vram_gi
 def measure_together(acks: Sequence[OmniACK], stages: Sequence[Stage]) -> None:
     """Give the ranks that share a process and a device one residual: what is left once all of them have moved.
 
-    They move at the same time, so what the first of them saw left still held the others' memory. On a CPU the process is
-    measured again; a GPU's ranks move one after the other, and the least that one of them saw is what the last saw.
+    They move at the same time, so what the first of them saw left still held the others' memory. On a CPU the process
+    is measured again; a GPU's ranks move one after the other, and the least that one of them saw is what the last saw.
     """
     sharing: defaultdict[tuple[int, str], list[OmniACK]] = defaultdict(list)
     for ack in acks:

@@ -251,10 +251,8 @@ class Worker(ControlOrders):
         self._loras.unpin(lora_int_id)
 
     def commit_sleep(self, task_id: str) -> OmniACK:
-        """See `SleepOrders.commit_sleep`; what is there for requests is given up too, at level 2 CUDA graphs."""
+        """See `SleepOrders.commit_sleep`; what is there for requests is given up too."""
         self._runner.drop_transient()
-        if self._control.sleeping.level == 2:
-            self._runner.drop_graphs()
         return super().commit_sleep(task_id)
 
     # ------------------------------------------------------------------------ from any thread

@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import DeviceError
+from omni_notebook.memory.device.capturing import CAPTURING
 from omni_notebook.memory.device.driver import Allocation, Reserved
 
 if TYPE_CHECKING:
@@ -54,12 +55,13 @@ class AllocatorDriver:
 
     def attach(self) -> None:
         """See `Driver.attach`."""
-        self._torch.set_device(self._index)
+        with self._errors("attach a thread"):
+            self._torch.set_device(self._index)
 
     def enter(self) -> None:
         """See `Driver.enter`."""
-        with self._errors("synchronize"):
-            self.attach()
+        self.attach()
+        with self._errors("synchronize"), CAPTURING:
             self._torch.synchronize(self._index)
 
     # ---------------------------------------------------------------------------------- books
@@ -113,7 +115,7 @@ class AllocatorDriver:
 
     def trim(self) -> None:
         """See `Driver.trim`."""
-        with self._errors("empty_cache"):
+        with self._errors("empty_cache"), CAPTURING:
             self._torch.empty_cache()
 
     def free_bytes(self) -> int:

@@ -94,7 +94,11 @@ class Shadow:
         return self.begin(segments).result()
 
     def begin(self, segments: Iterable[DeviceSegment]) -> Begun:
-        """Begin to take them."""
+        """Begin to take them; where that can not be, nothing reads the segments any more.
+
+        Raises:
+            DeviceError: nobody can tell whether something does.
+        """
         several = [one for one in segments if one.mapped and self._driver.is_live(one.allocation)]
         parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several] if self._works else []
         if any(part is None for part in parts):
@@ -104,4 +108,5 @@ class Shadow:
         try:
             return Begun(dict(zip(several, chunk_sums(parts), strict=True)))  # type: ignore[arg-type]
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking
+            self._driver.enter()
             return Begun({})

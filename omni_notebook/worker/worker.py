@@ -121,8 +121,8 @@ class Worker(ControlOrders):
         The answer of an AR batch is its tokens; a diffusion batch answers `Executed` when the device is free again, and
         `collect` gives its images.
 
-        A rank that fails leaves the group, because the others have gone on without it: they fail at once, and no
-        exchange of this batch can meet one of the next.
+        A rank that fails leaves the group, because the others have gone on without it: they fail too, and no exchange
+        of this batch can meet one of the next.
 
         Raises:
             PeerLostError: another rank died, failed or did not answer in time; `restart` helps.

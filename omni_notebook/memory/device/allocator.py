@@ -130,11 +130,13 @@ class AllocatorDriver:
         """
         stats = self._torch.memory_stats_as_nested_dict(self._index)
         totals = tuple(stats[what][pool]["current"] for what in ("reserved_bytes", "segment") for pool in _POOLS)
-        if totals not in self._reserved:
-            if len(self._reserved) == _REMEMBERED:
+        known = self._reserved.get(totals)
+        if known is None:  # orders that overtake others ask on threads of their own
+            known = self._read_reserved()
+            if len(self._reserved) >= _REMEMBERED:
                 self._reserved.clear()
-            self._reserved[totals] = self._read_reserved()
-        return self._reserved[totals]
+            self._reserved[totals] = known
+        return known
 
     def _read_reserved(self) -> Reserved:
         ours = set(self._pool_ids())

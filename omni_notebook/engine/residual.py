@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from omni_notebook.protocol import gib
@@ -13,22 +13,44 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniACK
     from omni_notebook.stages.stage import Stage
 
+_TOGETHER = ("residual_bytes", "residual", "rank_residual_gib", "current_vram_gib")
+
 
 def measure_together(acks: Sequence[OmniACK], stages: Sequence[Stage]) -> None:
-    """Measure the residual of processes that several ranks share again, once all of them have moved.
+    """Give the ranks that share a process and a device one residual: what is left once all of them have moved.
 
-    Ranks of one process move at the same time, so what the first of them saw left still held the others' memory.
+    They move at the same time, so what the first of them saw left still held the others' memory. On a CPU the process
+    is measured again; a GPU's ranks move one after the other, and the least that one of them saw is what the last saw.
     """
-    slept = [ack for ack in acks if ack.metadata["residual_bytes"] is not None]
-    ranks_of = Counter(ack.metadata["pid"] for ack in slept)
-    shared = {pid for pid, count in ranks_of.items() if count > 1}
-    if not shared:
-        return
+    sharing: defaultdict[tuple[int, str], list[OmniACK]] = defaultdict(list)
+    for ack in acks:
+        if ack.metadata["residual_bytes"] is not None:
+            sharing[ack.metadata["pid"], ack.metadata["device"]].append(ack)
+    for (pid, device), several in sharing.items():
+        if len(several) == 1:
+            continue
+        if device == "cpu":
+            _measure_again(several, _rss_bytes(pid, stages))
+        else:
+            _take_the_last(several)
+
+
+def _rss_bytes(pid: int, stages: Sequence[Stage]) -> int | None:
     ranks = [rank for stage in stages for replica in stage.replicas for rank in replica.executor.memory()]
-    held = {rank.pid: rank.process_bytes for rank in ranks if rank.pid in shared}
-    for ack in slept:
-        n_bytes = held.get(ack.metadata["pid"])
-        if n_bytes is not None:
-            ack.metadata["residual_bytes"] = n_bytes
-            ack.metadata["residual"]["other"] = n_bytes
-            ack.metadata["rank_residual_gib"] = ack.metadata["current_vram_gib"] = gib(n_bytes)
+    return next((rank.process_bytes for rank in ranks if rank.pid == pid), None)
+
+
+def _measure_again(acks: Sequence[OmniACK], n_bytes: int | None) -> None:
+    if n_bytes is None:
+        return
+    for ack in acks:
+        ack.metadata["residual_bytes"] = n_bytes
+        ack.metadata["residual"]["other"] = n_bytes
+        ack.metadata["rank_residual_gib"] = ack.metadata["current_vram_gib"] = gib(n_bytes)
+
+
+def _take_the_last(acks: Sequence[OmniACK]) -> None:
+    last = min(acks, key=lambda ack: ack.metadata["residual_bytes"]).metadata
+    known = {key: last[key] for key in _TOGETHER}
+    for ack in acks:
+        ack.metadata.update(known, residual=dict(known["residual"]))

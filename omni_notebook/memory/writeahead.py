@@ -31,7 +31,7 @@ class WriteAhead:
     def _run(copy: Callable[[Callable[[], bool]], object], stop: threading.Event) -> None:
         try:
             copy(stop.is_set)
-        except (OmniError, OSError) as error:
+        except (OmniError, OSError, RuntimeError) as error:  # no thread can be started any more: the process ends
             _log.warning("the backup ahead of a sleep was not made: %s", error)
 
     def stop(self) -> None:

@@ -77,7 +77,7 @@ class TensorParallel:
         return any(bool(part) for part in self._gather(torch.tensor([flag], dtype=torch.uint8, device=self._device)))
 
     def leave(self) -> None:
-        """Leave the group for good; the others' next exchange fails at once instead of waiting. Idempotent."""
+        """Leave the group for good; idempotent. The others' next exchange fails: see `worker.group.RankGroup.close`."""
         self._group = None
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import PeerLostError, WorkerDiedError
+from omni_notebook.errors import DeadlineError, PeerLostError, WorkerDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 MAX_LEAVING = 2
 """Batches whose outputs may be on their way while another runs; a slower output thread holds the next one back."""
 SETTLE_S = 5.0
-"""Once a rank has failed in a batch the others fail at once: one that has said nothing for this long hangs."""
+"""Once a rank has failed in a batch the others lose it: at once over gloo, while over nccl they may wait for it on the
+device. One that has said nothing for this long is stuck."""
 
 
 class Replica:
@@ -204,10 +205,13 @@ class Replica:
             self._fail(batch, [error])
 
     def _fail(self, batch: Batch, errors: list[BaseException]) -> None:
-        """Fail a batch's requests by the rank that caused it, not by those that only lost their peer."""
-        cause = next((e for e in errors if not isinstance(e, PeerLostError)), errors[0])
+        """Fail a batch's requests by the rank that caused it, not by those that lost their peer or wait for it.
+
+        After that the ranks of a group can not compute together any more.
+        """
+        cause = min(errors, key=lambda error: (isinstance(error, PeerLostError), isinstance(error, DeadlineError)))
         self.scheduler.fail(batch, cause)
-        if any(isinstance(error, WorkerDiedError | PeerLostError) for error in errors):
+        if any(isinstance(error, WorkerDiedError | PeerLostError | DeadlineError) for error in errors):
             self._on_failure(cause)
 
     async def stop(self) -> None:

@@ -7,13 +7,19 @@ captures them again. Source: CUDA graphs in torch (`torch.cuda.graph`).
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from omni_notebook.memory.device.capturing import CAPTURING
+from omni_notebook.models.parallel import first_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+_log = logging.getLogger(__name__)
 
 _MOST = 16
 """Shapes beyond so many run without a graph."""
@@ -45,20 +51,25 @@ class Graphs:
     """Calls a function of tensors (or None) by graphs; every output is a graph's, from the first call of a shape on.
 
     The function must do the same kernels for the same shapes, and writing twice what it writes must do no harm. One
-    thread at a time; other threads may use the device meanwhile.
+    thread at a time; other threads may use the device meanwhile. Where a graph can not be captured, or is not right,
+    the function is called without graphs from then on, and the next `recall` says why.
 
     Args:
         run: the function; one tensor comes out.
         device: where its inputs are.
+        cuda: `torch.cuda`.
     """
 
-    def __init__(self, run: Callable[..., torch.Tensor], device: str) -> None:
+    def __init__(self, run: Callable[..., torch.Tensor], device: str, *, cuda: Any = torch.cuda) -> None:
         self._run = run
         self._device = device
+        self._cuda = cuda
         self._graphs: dict[Key, _Graph] = {}
         self._known: list[Key] = []
+        self._stream: Any = None
         self._pool: Any = None
         self._off = False
+        self._untold: str | None = None
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -66,33 +77,52 @@ class Graphs:
     def __call__(self, *inputs: torch.Tensor | None) -> torch.Tensor:
         """What the function gives for these inputs."""
         key = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs)
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(key) or self._made(key, inputs)
         if graph is None:
-            if self._off or len(self._graphs) >= _MOST:
-                return self._run(*inputs)
-            graph = self._capture(key, inputs)
+            return self._run(*inputs)
         for own, given in zip(graph.inputs, inputs, strict=True):
             if own is not None and given is not None:
                 own.copy_(given)
         graph.graph.replay()
         return graph.output.clone()
 
-    def _capture(self, key: Key, inputs: Sequence[torch.Tensor | None]) -> _Graph:
+    def _made(self, key: Key, inputs: Sequence[torch.Tensor | None]) -> _Graph | None:
+        """A new graph; None where there is none (any more)."""
+        if self._off or len(self._graphs) >= _MOST:
+            return None
         own = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._run(*own)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            output = self._run(*own)
-        self._graphs[key] = _Graph(graph, own, output)
+        self._warm_up(own)
+        try:
+            graph = self._graphs[key] = self._capture(own)
+        except RuntimeError as error:
+            self._give_up(first_line(error))
+            return None
         if key not in self._known:
             self._known.append(key)
-        return self._graphs[key]
+        return graph
+
+    def _warm_up(self, inputs: Sequence[torch.Tensor | None]) -> None:
+        """Run as in the capture: on one stream for all of them, or they share neither memory nor workspaces."""
+        cuda = self._cuda
+        self._stream = self._stream or cuda.Stream(self._device)
+        self._stream.wait_stream(cuda.current_stream(self._device))
+        with cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                self._run(*inputs)
+        cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _capture(self, inputs: tuple[torch.Tensor | None, ...]) -> _Graph:
+        cuda = self._cuda
+        self._pool = self._pool or cuda.graph_pool_handle()
+        graph, before = cuda.CUDAGraph(), cuda.current_stream(self._device)
+        with CAPTURING:
+            try:
+                with cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    output = self._run(*inputs)
+            except BaseException:
+                cuda.set_stream(before)  # torch does not leave the capture's, where a capture fails
+                raise
+        return _Graph(graph, inputs, output)
 
     def forget(self) -> None:
         """Give the graphs and their memory up; `recall` makes them again."""
@@ -107,22 +137,27 @@ class Graphs:
 
         If one gives other bytes, or can not be captured, the function is called without graphs from now on.
         """
-        if not self._known or self._off:
-            return NO_GRAPHS
         missing, started = len(self._known) - len(self._graphs), time.perf_counter()
+        known = () if self._off else tuple(self._known)
         try:
-            wrong = sum(not self._is_right(key) for key in self._known)
+            wrong = sum(not self._is_right(key) for key in known)
         except RuntimeError as error:
-            return self._give_up(str(error).splitlines()[0])
-        if wrong:
-            return self._give_up(f"{wrong} of {len(self._known)} gave other bytes than the model")
+            self._give_up(first_line(error))
+        else:
+            if wrong:
+                self._give_up(f"{wrong} of {len(known)} gave other bytes than the model")
+        if self._untold is not None:
+            why, self._untold = self._untold, None
+            return Recall(False, f"this stage runs without CUDA graphs from now on: {why}")
+        if not known:
+            return NO_GRAPHS
         took_ms = (time.perf_counter() - started) * 1e3
         return Recall(True, f"{missing} CUDA graphs captured again in {took_ms:.0f} ms" if missing else None)
 
-    def _give_up(self, why: str) -> Recall:
+    def _give_up(self, why: str) -> None:
         self.forget()
-        self._off = True
-        return Recall(False, f"this stage runs without CUDA graphs from now on: {why}")
+        self._off, self._untold = True, why
+        _log.warning("CUDA graphs are given up, batches run without them: %s", why)
 
     def _is_right(self, key: Key) -> bool:
         inputs = [None if one is None else torch.zeros(one[0], dtype=one[1], device=self._device) for one in key]

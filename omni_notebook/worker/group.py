@@ -88,7 +88,10 @@ class RankGroup:
         return TensorParallel(self._size, self._rank, make(store, self._rank, self._size, self._timeout), self._device)
 
     def close(self) -> None:
-        """Leave the group without waiting for anyone; idempotent. The others' next exchange fails at once."""
+        """Leave the group without waiting for anyone; idempotent.
+
+        The others' next exchange fails: over gloo at once, over nccl when it is out of time, if nothing fails sooner.
+        """
         self._server = None
         if self._parallel is not None:
             self._parallel.leave()
@@ -104,7 +107,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """A group whose exchanges block the caller until they are done or out of time, as gloo's do."""
     from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415  (CUDA builds alone)
 
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # whatever is set: without it a watchdog ends the whole process
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout  # noqa: SLF001  (there is no other way)
     return ProcessGroupNCCL(store, rank, size, options)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_notebook.memory.base import WEIGHTS
+from omni_notebook.memory.device.capturing import synchronize
 from omni_notebook.models.loaders import check_fits, checkpoint_dtype, checkpoint_files, load_into
 from omni_notebook.models.places import Places
 from omni_notebook.worker.graphs import NO_GRAPHS, Graphs
@@ -134,9 +135,8 @@ class ModelRunner:
         return NO_GRAPHS if self._graphs is None else self._graphs.recall()
 
     def synchronize(self) -> None:
-        """Wait for the device; nothing runs behind our back on a CPU."""
-        if self._device != "cpu":
-            torch.accelerator.synchronize(self._device)
+        """Wait for the device."""
+        synchronize(self._device)
 
     def close(self) -> None:
         """No threads."""

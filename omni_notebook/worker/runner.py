@@ -58,6 +58,10 @@ class Synchronizing(Protocol):
         """Wait until the device has finished all that was started."""
         ...
 
+    def drop_graphs(self) -> None:
+        """Give CUDA graphs and their memory up, at level 2."""
+        ...
+
     def recall_graphs(self) -> Recall:
         """After a wake: have the CUDA graphs again that a level 2 gave up, and see that all are right."""
         ...
@@ -127,10 +131,6 @@ class Runner(Loading, Synchronizing, Protocol):
 
     def join_prefetch(self) -> None:
         """Return once no conditioning is on its way to the device."""
-        ...
-
-    def drop_graphs(self) -> None:
-        """Give CUDA graphs and their memory up, before a sleep of level 2."""
         ...
 
     def drop_transient(self) -> None:

@@ -46,11 +46,6 @@ class SleepOrders:
         """Whether this sleep is prepared and not committed."""
         return self._sleeping is not None and self._sleeping.task.task_id == task_id
 
-    @property
-    def level(self) -> int | None:
-        """The level of the sleep that is prepared, if one is."""
-        return None if self._sleeping is None else self._sleeping.task.level
-
     def was_taken_back(self, task_id: str) -> bool:
         """Whether this was the last sleep whose commit failed here and left all as before it."""
         return self._taken_back == task_id
@@ -109,6 +104,8 @@ class SleepOrders:
             raise OmniError(no_such("sleep", task_id))
         self._sleeping = None
         self._rank.cancelled.discard(task_id)
+        if plan.task.level == 2:
+            self._rank.runner.drop_graphs()
         try:
             unmapped = self._rank.pool.commit_sleep()
         except BaseException as error:
@@ -165,7 +162,7 @@ class SleepOrders:
             self._rank.pool.abort_sleep()
 
     def drop_backup(self, task: SleepTask) -> OmniACK:
-        """Level 1 → 2 while asleep: the host copy goes, device memory stays as it is (none).
+        """Level 1 → 2 while asleep: the host copy goes, and CUDA graphs, which level 1 keeps.
 
         Raises:
             UnrecoverableError: `task.discard` is False and no path reproduces the weights.
@@ -174,6 +171,7 @@ class SleepOrders:
         why = self._rank.weights.why_unrecoverable(modified=self._modified_asleep())
         if why is not None and not task.discard:
             raise UnrecoverableError(_refusal(why))
+        self._rank.runner.drop_graphs()
         freed = self._rank.pool.drop_backup(None)
         self._rank.levels = dict.fromkeys(self._rank.levels, 2)
         self._weights_dropped(why, self._rank.levels)

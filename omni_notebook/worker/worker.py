@@ -121,8 +121,8 @@ class Worker(ControlOrders):
         The answer of an AR batch is its tokens; a diffusion batch answers `Executed` when the device is free again, and
         `collect` gives its images.
 
-        A rank that fails leaves the group, because the others have gone on without it: they fail at once, and no
-        exchange of this batch can meet one of the next.
+        A rank that fails leaves the group, because the others have gone on without it: they fail too, and no exchange
+        of this batch can meet one of the next.
 
         Raises:
             PeerLostError: another rank died, failed or did not answer in time; `restart` helps.
@@ -251,10 +251,8 @@ class Worker(ControlOrders):
         self._loras.unpin(lora_int_id)
 
     def commit_sleep(self, task_id: str) -> OmniACK:
-        """See `SleepOrders.commit_sleep`; what is there for requests is given up too, at level 2 CUDA graphs."""
+        """See `SleepOrders.commit_sleep`; what is there for requests is given up too."""
         self._runner.drop_transient()
-        if self._control.sleeping.level == 2:
-            self._runner.drop_graphs()
         return super().commit_sleep(task_id)
 
     # ------------------------------------------------------------------------ from any thread

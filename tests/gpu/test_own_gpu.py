@@ -101,6 +101,8 @@ def test_a_pipeline_on_the_gpu_gives_back_what_nvml_sees_leave_and_answers_the_s
             assert ack.metadata["observed_scope"] == "process"
             assert ack.freed_bytes == ack.metadata["expected_bytes"] >= 256 * MIB
         assert abs(awake - asleep - sum(ack.freed_bytes for ack in acks)) <= NEAR
+        residual = {ack.metadata["pid"]: ack.metadata["residual_bytes"] for ack in acks}
+        assert abs(asleep - sum(residual.values())) <= NEAR
         left.append(asleep)
         woken = asyncio.run(shared.wake_up())
         assert [ack.metadata["state"] for ack in woken] == ["WARM"] * 2

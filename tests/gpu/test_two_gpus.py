@@ -99,6 +99,20 @@ def test_a_rank_that_finds_no_room_leaves_both_asleep(two):
     assert asyncio.run(golden(two)) == before
 
 
+def test_a_rank_that_hangs_in_a_batch_costs_the_stage_and_no_process_and_a_restart_brings_it_back(two):
+    before = asyncio.run(golden(two))
+    whole, hung = (rank.pid for rank in two.status().stages[1].ranks)
+    os.kill(hung, signal.SIGSTOP)
+    began_s = time.monotonic()
+    with pytest.raises(Exception, match=r"lost its tensor-parallel peers|did not answer"):
+        asyncio.run(golden(two))
+    assert time.monotonic() - began_s < 60
+    os.kill(whole, 0)  # neither torch's watchdog nor nccl has ended it
+    assert two.status().stages[1].state == "FAILED"
+    asyncio.run(two.restart(1))
+    assert asyncio.run(golden(two)) == before
+
+
 def test_a_rank_that_is_killed_fails_its_stage_and_a_restart_brings_it_back(two):
     before = asyncio.run(golden(two))
     os.kill(two.status().stages[1].ranks[1].pid, signal.SIGKILL)

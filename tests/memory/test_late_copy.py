@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from omni_notebook.memory.base import DeviceError, TransitionOrderError
+from omni_notebook.memory.device import shadow
 from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
 from tests.memory.fake_ranges import OwnRig
 from tests.memory.machines import SPANS, all_equal, resident
@@ -121,6 +122,30 @@ def test_nothing_is_given_up_before_its_copy_is_there(own, monkeypatch):
     names = [name for name, _ in order]
     assert names == ["copy"] * 4 + ["unmap"] + ["reached", "unmap"] * 4
     assert [segment for name, segment in order if name == "unmap"][1:] == segments
+
+
+def test_sums_that_find_no_room_do_not_read_what_is_unmapped(rig, monkeypatch):
+    """Those of the first segments are under way when there is no room for the next one's."""
+    order, taken = [], shadow._sum
+    table, cuda = rig.pool._core.table, rig.machine.cuda
+    unmap, synchronize = table.unmap, cuda.synchronize
+
+    def take(*parts):
+        if order.count("sum") == 2:
+            raise torch.OutOfMemoryError
+        order.append("sum")
+        return taken(*parts)
+
+    rig.pool.prepare_sleep(1, late_copy=True)
+    monkeypatch.setattr(shadow, "_sum", take)
+    monkeypatch.setattr(cuda, "synchronize", lambda index: (order.append("synchronize"), synchronize(index)))
+    monkeypatch.setattr(table, "unmap", lambda segment: (order.append("unmap"), unmap(segment))[1])
+    before = rig.copies()
+    rig.pool.commit_sleep()
+    assert order[: order.index("unmap")] == ["synchronize", "sum", "sum", "synchronize"]
+    monkeypatch.undo()
+    wake(rig.pool)
+    assert_works(rig, before)
 
 
 def test_an_order_between_prepare_and_commit_that_aborts_leaves_all_as_before(rig):

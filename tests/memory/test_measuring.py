@@ -337,7 +337,7 @@ def test_cuda_is_there_where_a_gpu_and_torch_for_it_are_and_says_what_of_vllm_is
         specs[name].submodule_search_locations = [str(tmp_path / name)]
         (tmp_path / name / "lib").mkdir(parents=True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert cuda_platform() == (False, "cuda: nvidia-ml-py is not installed")
+    assert cuda_platform() == (False, "cuda: nvidia-ml-py, which measures, is not installed; pip install nvidia-ml-py")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(None))
     assert cuda_platform() == (False, "cuda: the NVIDIA driver can not be asked (Driver Not Loaded)")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(0))

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from omni_notebook.errors import PeerLostError, WorkerDiedError
+from omni_notebook.errors import DeadlineError, PeerLostError, WorkerDiedError
 from omni_notebook.stages.replica import Replica
 
+SILENT = DeadlineError("rank 0 did not answer 'execute' within 5 s")
 LOST, DIED = PeerLostError("lost"), WorkerDiedError("died", stage_id=0, rank=1)
 RAISED = ValueError("raised")
 
@@ -20,6 +21,10 @@ RAISED = ValueError("raised")
         ([LOST, RAISED], RAISED, True),
         ([LOST, DIED, LOST], DIED, True),
         ([LOST, LOST], LOST, True),
+        ([SILENT, RAISED], RAISED, True),
+        ([SILENT, LOST, RAISED], RAISED, True),
+        ([LOST, SILENT], SILENT, True),
+        ([SILENT, DIED], DIED, True),
     ],
 )
 def test_a_batch_fails_by_the_rank_that_caused_it_and_lost_peers_fail_the_stage(errors, cause, failed):

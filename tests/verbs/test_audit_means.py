@@ -91,11 +91,29 @@ def driver(processes):
 
 
 def test_cuda_memory_is_what_the_driver_shows_for_the_process(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", driver([(7, GIB), (8, 2 * GIB)]))
     with Outside() as looking:
         assert looking.look([(8, "cuda:1")]) == {(8, "cuda:1"): (2 * GIB, Source.NVML, None)}
         hidden = looking.look([(9, "cuda:1")])[9, "cuda:1"]
     assert "another namespace" in hidden.why_not
+
+
+@pytest.mark.parametrize(("visible", "device"), [("1", "cuda:0"), ("3,1", "cuda:1"), ("GPU-one", "cuda")])
+def test_cuda_devices_are_those_that_the_ranks_may_see(monkeypatch, visible, device):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    library = driver([(8, 2 * GIB)])
+    library.nvmlDeviceGetHandleByUUID = {"GPU-one": 1}.get
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    with Outside() as looking:
+        assert looking.look([(8, device)]) == {(8, device): (2 * GIB, Source.NVML, None)}
+
+
+def test_a_cuda_device_that_no_rank_can_see_is_not_available_with_the_reason(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setitem(sys.modules, "pynvml", driver([(8, 2 * GIB)]))
+    with Outside() as looking:
+        assert "CUDA_VISIBLE_DEVICES=1" in looking.look([(8, "cuda:1")])[8, "cuda:1"].why_not
 
 
 def test_a_look_waits_until_memory_is_steady(monkeypatch):

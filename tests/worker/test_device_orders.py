@@ -39,6 +39,12 @@ class Books:
     def verify(self, _tags):
         assert self.pool.verify_checksum()
 
+    graphs_bytes = 0
+
+    def drop_graphs(self):
+        self.cuda.cached_bytes += self.graphs_bytes
+        self.graphs_bytes = 0
+
     def recall_graphs(self):
         return NO_GRAPHS
 
@@ -52,7 +58,7 @@ class Books:
 def ordered(request):
     make, alone = request.param
     rig, books = make(), Books()
-    books.pool, books.refill = rig.pool, rig.fill
+    books.pool, books.refill, books.cuda = rig.pool, rig.fill, rig.machine.cuda
     rig.pool.record_checksum()
     acks = AckBuilder(RankId(0, 0, 0), device=rig.pool.device, device_name=rig.pool.device_name)
     control = Control(
@@ -194,3 +200,31 @@ def test_a_commit_that_lost_memory_can_not_be_taken_back(ordered):
         control.sleeping.commit_sleep("s")
     with pytest.raises(OmniError, match="no order s was prepared"):
         control.undo("s")
+
+
+@pytest.mark.parametrize("levels", [(2,), (1, 2)], ids=["at_once", "over_level_1"])
+def test_level_2_gives_graphs_and_their_memory_back_and_level_1_keeps_them(ordered, levels):
+    rig, control = ordered
+    books = control._rank.runner
+    rig.gpu.torch_bytes = books.graphs_bytes = 3 * MIB
+    for level in levels:
+        if level == levels[0]:
+            ack = sleep(control, level)
+        else:
+            assert rig.gpu.ours_bytes == CONTEXT_BYTES + 3 * MIB
+            ack = control.sleeping.drop_backup(SleepTask(task_id="d", level=level))
+    assert rig.gpu.ours_bytes == CONTEXT_BYTES
+    assert ack.metadata["residual_bytes"] == CONTEXT_BYTES
+    assert ack.freed_bytes == (16 * MIB if len(levels) == 1 else 0), "what graphs held is no part of it"
+    assert wake(control).status == "SUCCESS"
+
+
+def test_a_level_2_that_is_refused_keeps_graphs(ordered):
+    rig, control = ordered
+    books = control._rank.runner
+    sleep(control, 1)
+    rig.gpu.torch_bytes = books.graphs_bytes = 3 * MIB
+    books.why_unrecoverable = lambda *, modified: "no path"
+    with pytest.raises(OmniError, match="no path"):
+        control.sleeping.drop_backup(SleepTask(task_id="d", level=2, discard=False))
+    assert books.graphs_bytes == 3 * MIB

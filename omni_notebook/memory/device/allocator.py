@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import DeviceError
+from omni_notebook.memory.device.capturing import CAPTURING
 from omni_notebook.memory.device.driver import Allocation, Reserved
 from omni_notebook.memory.device.nearness import near_cpus
 
@@ -55,12 +56,13 @@ class AllocatorDriver:
 
     def attach(self) -> None:
         """See `Driver.attach`."""
-        self._torch.set_device(self._index)
+        with self._errors("attach a thread"):
+            self._torch.set_device(self._index)
 
     def enter(self) -> None:
         """See `Driver.enter`."""
-        with self._errors("synchronize"):
-            self.attach()
+        self.attach()
+        with self._errors("synchronize"), CAPTURING:
             self._torch.synchronize(self._index)
 
     # ---------------------------------------------------------------------------------- books
@@ -118,7 +120,7 @@ class AllocatorDriver:
 
     def trim(self) -> None:
         """See `Driver.trim`."""
-        with self._errors("empty_cache"):
+        with self._errors("empty_cache"), CAPTURING:
             self._torch.empty_cache()
 
     def free_bytes(self) -> int:
@@ -133,11 +135,13 @@ class AllocatorDriver:
         """
         stats = self._torch.memory_stats_as_nested_dict(self._index)
         totals = tuple(stats[what][pool]["current"] for what in ("reserved_bytes", "segment") for pool in _POOLS)
-        if totals not in self._reserved:
-            if len(self._reserved) == _REMEMBERED:
+        known = self._reserved.get(totals)
+        if known is None:  # orders that overtake others ask on threads of their own
+            known = self._read_reserved()
+            if len(self._reserved) >= _REMEMBERED:
                 self._reserved.clear()
-            self._reserved[totals] = self._read_reserved()
-        return self._reserved[totals]
+            self._reserved[totals] = known
+        return known
 
     def _read_reserved(self) -> Reserved:
         ours = set(self._pool_ids())

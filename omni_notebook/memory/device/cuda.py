@@ -55,7 +55,7 @@ def _why_no_gpu() -> str | None:
     try:
         import pynvml  # noqa: PLC0415  (only CUDA machines have it)
     except ImportError:
-        return "nvidia-ml-py is not installed"
+        return "nvidia-ml-py, which measures, is not installed; pip install nvidia-ml-py"
     try:
         pynvml.nvmlInit()
         return None if pynvml.nvmlDeviceGetCount() else "the NVIDIA driver knows no GPU"

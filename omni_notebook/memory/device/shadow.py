@@ -97,7 +97,13 @@ class Shadow:
         return self.take(segments).result()
 
     def take(self, segments: Iterable[DeviceSegment]) -> TakenSums:
-        """The same, left on the device: fetching them waits for copies that are on their way."""
+        """The same, left on the device: fetching them waits for copies that are on their way.
+
+        Where they can not be taken, nothing reads the segments any more.
+
+        Raises:
+            DeviceError: nobody can tell whether something does.
+        """
         several = [one for one in segments if one.mapped and self._driver.is_live(one.allocation)]
         if not self._works or not several:
             return TakenSums([], [])
@@ -110,5 +116,6 @@ class Shadow:
             if taken[0].is_cuda:  # the segments may be unmapped once this returns
                 torch.cuda.current_stream(taken[0].device).synchronize()
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking
+            self._driver.enter()
             return TakenSums([], [])
         return TakenSums(several, taken)

@@ -239,6 +239,7 @@ class DeviceSleeping:
     def drop_backup(self, names: Collection[str] | None) -> int:
         """See `DevicePool.drop_backup`."""
         chosen = self._core.books.select(names, TagState.ASLEEP, "drop_backup")
+        self._core.driver.trim()  # what a level 2 gives up beside the pool
         self._core.ahead.stop()
         before = host_bytes(self._core)
         for tag in chosen:

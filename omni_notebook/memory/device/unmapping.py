@@ -50,12 +50,13 @@ class Unmapping:
     def _seen(
         self, chosen: Sequence[DeviceTag], late: CopyPlan | None, before: Reading, note: str | None
     ) -> UnmapReport:
+        others = self._others_bytes()
         released, notes, copy_ms = self._unmap(chosen, late)
         if copy_ms:
             with contextlib.suppress(DeviceError):
                 self._core.driver.trim()  # what taking sums took
         try:
-            observed = self._observe(before, sum(released.values()))
+            observed = self._observe(before, others, sum(released.values()))
         except DeviceError as error:
             observed = 0
             notes.append(str(error))
@@ -165,8 +166,15 @@ class Unmapping:
         self._core.broken = f"a sleep failed, and memory could not be put back as it was ({why})"
         return DeviceError(f"{self._core.broken}; restart the stage", lost=True)
 
-    def _observe(self, before: Reading, released: int) -> int:
-        """Bytes that left since `before`, measured; the driver's books get a moment to follow.
+    def _others_bytes(self) -> int:
+        """What torch holds outside the pool: another stage of this process may draw meanwhile."""
+        reserved = self._core.driver.reserved()
+        return reserved.untagged_bytes + reserved.graphs_bytes
+
+    def _observe(self, before: Reading, others: int, released: int) -> int:
+        """Bytes that left since `before`, measured, without those that torch took (`others`: then) or gave back since.
+
+        The driver's books get a moment to follow.
 
         Raises:
             DeviceError: the probe that measured before can not measure now.
@@ -174,7 +182,7 @@ class Unmapping:
         deadline = time.monotonic() + self._core.settle_s
         while True:
             held = self._held(before.scope)
-            gone = max(0, before.n_bytes - held)
+            gone = max(0, before.n_bytes - held + self._others_bytes() - others)
             if gone >= released or time.monotonic() > deadline:
                 self._core.note_reading(Reading(held, before.scope))
                 return gone

@@ -7,6 +7,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from omni_notebook.memory.device.visible import visible_handle
 from omni_notebook.memory.host import host_memory, rss_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class DeviceProbe:
             pools = tuple(Holder(_rank_words(stage, rank), _resident(rank)) for stage, rank in ranks)
             return Device(name, None, None, pools, NO_NVML)
         try:
-            handle = _handle(nvml, name)
+            handle = visible_handle(nvml, name)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             held = [(run.pid, run.usedGpuMemory) for run in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
             title = f"{_text(nvml.nvmlDeviceGetName(handle))} ({name})"
@@ -88,24 +89,6 @@ class DeviceProbe:
 
 def _text(name: str | bytes) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-
-
-def _handle(nvml: Any, name: str) -> Any:
-    """NVML's handle of `cuda:1`, which counts only what CUDA_VISIBLE_DEVICES shows.
-
-    Raises:
-        ValueError: the variable names no such device.
-    """
-    index = int(name.partition(":")[2] or 0)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
-        return nvml.nvmlDeviceGetHandleByIndex(index)
-    shown = [word.strip() for word in visible.split(",")]
-    if index >= len(shown):
-        msg = f"{name} is not among CUDA_VISIBLE_DEVICES={visible}"
-        raise ValueError(msg)
-    word = shown[index]
-    return nvml.nvmlDeviceGetHandleByIndex(int(word)) if word.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(word)
 
 
 def _cuda_holders(

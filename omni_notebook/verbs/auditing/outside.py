@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import psutil
 
 from omni_notebook.errors import OmniError
+from omni_notebook.memory.device.visible import visible_handle
 from omni_notebook.verbs.auditing.child import Child
 from omni_notebook.verbs.auditing.record import Source
 
@@ -137,9 +138,9 @@ class _Nvml:
         if library is None:
             return Seen(None, None, self._why_not)
         try:
-            handle = library.nvmlDeviceGetHandleByIndex(int(device.partition(":")[2] or 0))
+            handle = visible_handle(library, device)
             found = [one for one in library.nvmlDeviceGetComputeRunningProcesses(handle) if one.pid == pid]
-        except library.NVMLError as error:
+        except (library.NVMLError, ValueError) as error:
             return Seen(None, None, f"NVML: {error}")
         if not found or found[0].usedGpuMemory is None:
             return Seen(None, None, f"NVML does not show process {pid} (its ids are those of another namespace)")

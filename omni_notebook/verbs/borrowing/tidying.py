@@ -8,6 +8,7 @@ import sys
 import traceback
 from typing import Any
 
+from omni_notebook.memory.device.capturing import CAPTURING
 from omni_notebook.verbs.frontend import drop_frames
 
 _LAST = ("last_exc", "last_type", "last_value", "last_traceback")
@@ -31,7 +32,8 @@ def tidy() -> None:
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        with CAPTURING:  # a stage in this process may be at it
+            torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

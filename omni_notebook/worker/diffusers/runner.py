@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from omni_notebook.errors import ConfigError, UnsupportedError
+from omni_notebook.memory.device.capturing import synchronize
 from omni_notebook.models.pipeline_folder import SPLIT_KINDS, check_parallel, check_same, read_pipeline
 from omni_notebook.worker.batches import BatchCancelledError, Executed, PipelineBatch, RequestRefusedError
 from omni_notebook.worker.diffusers.library import find_folder, first_line, hushed, load_pipeline, step_callback
@@ -227,9 +228,8 @@ class DiffusersRunner:
         """Nothing: none are made."""
 
     def synchronize(self) -> None:
-        """Wait for the device; nothing runs behind our back on a CPU."""
-        if self._device != "cpu":
-            torch.accelerator.synchronize(self._device)
+        """Wait for the device."""
+        synchronize(self._device)
 
     def close(self) -> None:
         """Let the pipeline go."""

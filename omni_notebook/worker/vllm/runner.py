@@ -104,6 +104,9 @@ class VllmRunner:
         draft = [one for module in self.modules() for one in module.parameters() if id(one) not in own]
         return [tensor for tensor in (*buffers, *draft) if tensor.numel()]
 
+    def drop_graphs(self) -> None:
+        """See `Runner.drop_graphs`: vLLM keeps its own."""
+
     def recall_graphs(self) -> Recall:
         """See `Runner.recall_graphs`: vLLM keeps its own, which the residual shows."""
         return NO_GRAPHS

@@ -1,0 +1,242 @@
+"""CUDA graphs of a function of tensors, over a fake of `torch.cuda` that records what runs in a capture and replays it.
+
+As torch 2.13 does: a capture that fails leaves the capture's stream the current one, and its end fails too.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omni_notebook.memory.device.capturing import CAPTURING, synchronize
+from omni_notebook.worker.graphs import Graphs
+from tests.memory.fake_ranges import OwnRig
+
+
+class FakeStream:
+    def __init__(self, device=None):
+        self.device = device
+
+    def wait_stream(self, other):
+        pass
+
+
+class FakeGraph:
+    def __init__(self):
+        self.recorded = []
+        self.ended = False
+
+    def replay(self):
+        for work in self.recorded:
+            work()
+
+    def reset(self):
+        self.ended = True
+
+
+class FakeCuda:
+    """Of `torch.cuda` what graphs call; `breaks`: how many captures fail."""
+
+    Stream, CUDAGraph = FakeStream, FakeGraph
+
+    def __init__(self):
+        self.now = self.default = FakeStream()
+        self.capturing = None
+        self.breaks = 0
+        self.captures = []
+        self.pools = 0
+
+    def current_stream(self, device):
+        assert device == "cpu"
+        return self.now
+
+    def set_stream(self, stream):
+        self.now = stream
+
+    def graph_pool_handle(self):
+        self.pools += 1
+        return self.pools
+
+    def stream(self, stream):
+        return _On(self, stream)
+
+    def graph(self, graph, *, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.captures.append((graph, pool, stream))
+        return _Capture(self, graph, stream)
+
+    def check(self):
+        """A call within the function: the capture's end is what tells that it broke it."""
+        if self.capturing is not None and self.breaks:
+            msg = "CUDA error: operation not permitted when stream is capturing"
+            raise RuntimeError(msg)
+
+
+class _On:
+    def __init__(self, cuda, stream):
+        self.cuda, self.stream = cuda, stream
+
+    def __enter__(self):
+        self.before, self.cuda.now = self.cuda.now, self.stream
+
+    def __exit__(self, *_args):
+        self.cuda.now = self.before
+
+
+class _Capture(_On):
+    def __init__(self, cuda, graph, stream):
+        super().__init__(cuda, stream)
+        self.graph = graph
+
+    def __enter__(self):
+        super().__enter__()
+        self.cuda.capturing = self.graph
+
+    def __exit__(self, kind, *args):
+        self.cuda.capturing = None
+        if kind is not None:
+            self.cuda.breaks -= 1
+            msg = "CUDA error: operation failed due to a previous error during capture\nsecond line"
+            raise RuntimeError(msg)
+        super().__exit__(kind, *args)
+
+
+@pytest.fixture
+def rig():
+    """A function y = x·w (+ b) with weights that can change, its runs by stream, and graphs of it."""
+    cuda = FakeCuda()
+    w = torch.full((4, 4), 0.5)
+    runs = []
+
+    def plain(x, bias):
+        return x @ w if bias is None else x @ w + bias
+
+    def run(x, bias=None):
+        cuda.check()
+        runs.append(cuda.now)
+        output = plain(x, bias)
+        if cuda.capturing is not None:
+            cuda.capturing.recorded.append(lambda: output.copy_(plain(x, bias)))
+        return output
+
+    return SimpleNamespace(cuda=cuda, w=w, runs=runs, run=run, graphs=Graphs(run, "cpu", cuda=cuda))
+
+
+def ones(*shape, value=1.0):
+    return torch.full(shape, value)
+
+
+def test_outputs_are_the_functions_for_every_shape_and_are_nobody_elses(rig):
+    first = rig.graphs(ones(2, 4), None)
+    second = rig.graphs(ones(2, 4, value=3.0), None)
+    third = rig.graphs(ones(4, 2).t(), ones(4))
+    assert [out.unique().tolist() for out in (first, second, third)] == [[2.0], [6.0], [3.0]]
+    assert len(rig.graphs) == 2
+    rig.w.fill_(1.0)  # in place, as loads are
+    assert rig.graphs(ones(2, 4), None).unique().tolist() == [4.0]
+
+
+def test_all_captures_share_one_stream_and_one_pool_which_others_never_see(rig):
+    for rows in (1, 2, 3):
+        rig.graphs(ones(rows, 4), None)
+    (stream,) = {stream for _, _, stream in rig.cuda.captures}
+    assert {pool for _, pool, _ in rig.cuda.captures} == {1}
+    assert set(rig.runs) == {stream}
+    rig.graphs.forget()
+    assert all(graph.ended for graph, _, _ in rig.cuda.captures)
+    assert rig.graphs.recall().right is True
+    assert {stream for _, _, stream in rig.cuda.captures} == {stream}
+    assert rig.cuda.now is rig.cuda.default
+
+
+def test_a_capture_that_fails_in_a_batch_costs_the_graphs_not_the_batch(rig):
+    rig.graphs(ones(1, 4), None)
+    rig.cuda.breaks = 1
+    assert rig.graphs(ones(2, 4), None).unique().tolist() == [2.0]
+    assert rig.cuda.now is rig.cuda.default, "the capture's stream is no longer the thread's"
+    assert len(rig.graphs) == 0
+    assert rig.cuda.captures[0][0].ended
+    captures = len(rig.cuda.captures)
+    assert rig.graphs(ones(1, 4), None).unique().tolist() == [2.0]
+    assert len(rig.cuda.captures) == captures, "no batch tries again"
+    told = rig.graphs.recall()
+    assert told.right is False
+    assert "without CUDA graphs from now on: CUDA error: operation failed" in told.note
+    assert "second line" not in told.note
+    assert rig.graphs.recall() == (None, None), "once is enough"
+
+
+def test_a_capture_that_fails_in_a_wake_is_told_by_it(rig):
+    rig.graphs(ones(1, 4), None)
+    rig.graphs.forget()
+    rig.cuda.breaks = 1
+    assert rig.graphs.recall().right is False
+    assert rig.cuda.now is rig.cuda.default
+    assert rig.graphs(ones(1, 4), None).unique().tolist() == [2.0]
+
+
+def test_an_error_of_the_function_itself_is_the_callers_and_costs_no_graphs(rig):
+    rig.graphs(ones(1, 4), None)
+    with pytest.raises(RuntimeError):
+        rig.graphs(ones(2, 5), None)
+    assert rig.cuda.now is rig.cuda.default
+    assert rig.graphs(ones(1, 4), None).unique().tolist() == [2.0]
+    assert rig.graphs.recall() == (True, None)
+    assert len(rig.graphs) == 1
+
+
+def test_a_graph_that_gives_other_bytes_is_found_by_the_wake(rig):
+    rig.graphs(ones(1, 4), None)
+    (made,) = rig.graphs._graphs.values()
+    made.graph.recorded.clear()
+    made.output.fill_(7.0)
+    told = rig.graphs.recall()
+    assert told.right is False
+    assert "1 of 1 gave other bytes" in told.note
+
+
+def in_thread(call):
+    """Another thread that calls this; whether it is through."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("step", ["synchronize", "trim", "prepare_sleep", "capture"])
+def test_no_other_thread_breaks_a_capture(rig, monkeypatch, step):
+    """It waits until the capture is through: torch allows one a process, and no wait for the device within it."""
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+    other, pooled = Graphs(rig.run, "cpu", cuda=FakeCuda()), OwnRig()
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _device: calls.append(1))
+    monkeypatch.setattr(other._cuda, "graph", lambda *_args, **_known: calls.append(1) or _On(rig.cuda, None))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(pooled.machine.cuda, name, lambda *_args: calls.append(1))
+    steps = {
+        "synchronize": lambda: synchronize("cuda:0"),
+        "trim": pooled.pool._core.driver.trim,
+        "prepare_sleep": lambda: pooled.pool.prepare_sleep(1),
+        "capture": lambda: other(ones(1, 4), None),
+    }
+    graph = rig.cuda.graph
+
+    def slow(*args, **known):
+        begun.set()
+        assert go_on.wait(10)
+        return graph(*args, **known)
+
+    monkeypatch.setattr(rig.cuda, "graph", slow)
+    capturing = in_thread(lambda: rig.graphs(ones(1, 4), None))
+    assert begun.wait(10)
+    waiting = in_thread(steps[step])
+    waiting.join(0.1)
+    assert (waiting.is_alive(), calls) == (True, [])
+    go_on.set()
+    capturing.join(10)
+    waiting.join(10)
+    assert calls
+    assert not waiting.is_alive()
+    assert CAPTURING.acquire(blocking=False)
+    CAPTURING.release()

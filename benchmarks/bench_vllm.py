@@ -18,9 +18,9 @@ from benchmarks.vllm_models import BIG, SMALL, write_llama
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PAIRS, REQUESTS, TOKENS, FIRSTS = 12, 32, 128, 60
-STUDENT_T = 2.20
-"""For 11 degrees of freedom, 95 %."""
+PAIRS, REQUESTS, TOKENS, FIRSTS = 30, 32, 128, 100
+STUDENT_T = 2.05
+"""For 29 degrees of freedom, 95 %."""
 LOSS, FIRST_MS = 0.02, 1.0
 CYCLES = 5
 PROMPT = list(range(3, 131))

@@ -13,6 +13,7 @@ import torch
 
 from omni_notebook.memory.device.capturing import CAPTURING, synchronize
 from omni_notebook.worker.graphs import Graphs
+from omni_notebook.worker.worker import Worker
 from tests.memory.fake_ranges import OwnRig
 
 
@@ -240,3 +241,19 @@ def test_no_other_thread_breaks_a_capture(rig, monkeypatch, step):
     assert not waiting.is_alive()
     assert CAPTURING.acquire(blocking=False)
     CAPTURING.release()
+
+
+def test_a_worker_that_ends_gives_its_graphs_up_before_the_memory_that_they_read():
+    order = []
+
+    def part(name, *steps):
+        return SimpleNamespace(**{step: lambda step=step: order.append(f"{name} {step}") for step in steps})
+
+    worker = SimpleNamespace(
+        _outputs=part("outputs", "close"),
+        _runner=part("runner", "close", "drop_graphs"),
+        _group=part("group", "close"),
+        _pool=part("pool", "close"),
+    )
+    Worker.shutdown(worker)
+    assert order.index("outputs close") < order.index("runner drop_graphs") < order.index("pool close")

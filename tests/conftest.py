@@ -1,5 +1,6 @@
 """What every test gets: private homes for Jupyter, IPython, ledger; and the rule that `make test-all` lets none skip.
 
+A run that is not about GPUs (tests/gpu, tests/vllm, `-m gpu`) sees none.
 Under OMNI_TEST_ALL=1 a skip is a failure, but for tests marked `gpu`: a machine that claims to have run everything has.
 """
 
@@ -19,7 +20,13 @@ from hypothesis import settings
 TEST_ALL = os.environ.get("OMNI_TEST_ALL") == "1"
 
 
-def pytest_configure():
+def wants_gpus(args, marks):
+    """Whether a run is about GPUs, by its paths and its `-m`."""
+    named = any(f"tests/{folder}" in arg for arg in args for folder in ("gpu", "vllm"))
+    return named or ("gpu" in marks and "not gpu" not in marks)
+
+
+def pytest_configure(config):
     """Keep IPython, Jupyter, matplotlib and engines out of the person's own files; set before a test imports them."""
     home = tempfile.mkdtemp(prefix="omni-tests-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)  # first in, last out: IPython still writes its history
@@ -28,6 +35,8 @@ def pytest_configure():
     os.environ["OMNI_NOTEBOOK_LEDGER"] = f"{home}/ledger/ledger.db"
     os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
     os.environ["MPLBACKEND"] = "agg"
+    if not wants_gpus(config.args, config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is a CPU for tests that measure one
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children do
     settings.register_profile("ci", derandomize=True, deadline=None)  # a landing must not depend on luck
     if TEST_ALL:

@@ -256,3 +256,20 @@ def test_under_test_all_a_whole_file_may_not_skip(tmp_path):
     done = run_pytest(tmp_path, 'import pytest\npytest.importorskip("no_such_module_anywhere")\n', test_all=True)
     assert done.returncode != 0
     assert "only tests marked `gpu` may skip" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "marks", "wants"),
+    [
+        (["/x/tests"], "", False),
+        (["tests/engine", "tests/memory/test_states.py"], "", False),
+        (["tests"], "not gpu", False),
+        (["tests"], "gpu and not slow", True),
+        (["/x/tests/gpu/test_own_gpu.py::test_x"], "", True),
+        (["tests/vllm"], "", True),
+    ],
+)
+def test_only_runs_that_are_about_gpus_see_them(args, marks, wants):
+    from tests.conftest import wants_gpus
+
+    assert wants_gpus(args, marks) is wants

@@ -26,6 +26,9 @@ _MOST = 16
 _WARM_UPS = 2
 """Runs before a capture, in which libraries choose kernels and take their workspaces."""
 
+_RECALL_S = 5.0
+"""How long a wake goes on to the next graph: it must end within its own time, which graphs are no reason to miss."""
+
 Key = tuple[tuple[torch.Size, torch.dtype] | None, ...]
 
 
@@ -74,6 +77,7 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    @torch.inference_mode()  # as in `recall`: inputs of a graph that was captured so take no others' values outside
     def __call__(self, *inputs: torch.Tensor | None) -> torch.Tensor:
         """What the function gives for these inputs."""
         key = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs)
@@ -126,33 +130,46 @@ class Graphs:
 
     def forget(self) -> None:
         """Give the graphs and their memory up; `recall` makes them again."""
-        for graph in self._graphs.values():
-            graph.graph.reset()
-        self._graphs.clear()
+        self._forget(tuple(self._graphs))
         self._pool = None
+
+    def _forget(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            graph = self._graphs.pop(key, None)
+            if graph is not None:
+                graph.graph.reset()
 
     @torch.inference_mode()
     def recall(self) -> Recall:
         """Have all graphs again that there ever were, and replay each once on zeros, beside the function itself.
 
-        If one gives other bytes, or can not be captured, the function is called without graphs from now on.
+        If one gives other bytes, or can not be captured, the function is called without graphs from now on. Those that
+        there is no time for are captured with the next batch of their shape.
         """
-        missing, started = len(self._known) - len(self._graphs), time.perf_counter()
+        started = time.perf_counter()
         known = () if self._off else tuple(self._known)
+        had, checked, wrong = set(self._graphs), 0, 0
         try:
-            wrong = sum(not self._is_right(key) for key in known)
+            for key in known:
+                if checked and time.perf_counter() - started > _RECALL_S:
+                    self._forget(known[checked:])
+                    break
+                wrong += not self._is_right(key)
+                checked += 1
         except RuntimeError as error:
             self._give_up(first_line(error))
-        else:
-            if wrong:
-                self._give_up(f"{wrong} of {len(known)} gave other bytes than the model")
+        if wrong:
+            self._give_up(f"{wrong} of {checked} gave other bytes than the model")
         if self._untold is not None:
             why, self._untold = self._untold, None
             return Recall(False, f"this stage runs without CUDA graphs from now on: {why}")
         if not known:
             return NO_GRAPHS
-        took_ms = (time.perf_counter() - started) * 1e3
-        return Recall(True, f"{missing} CUDA graphs captured again in {took_ms:.0f} ms" if missing else None)
+        took_ms, missing = (time.perf_counter() - started) * 1e3, len(set(known[:checked]) - had)
+        words = [f"{missing} CUDA graphs captured again in {took_ms:.0f} ms"] if missing else []
+        if checked < len(known):
+            words.append(f"{len(known) - checked} CUDA graphs are left to their next batches")
+        return Recall(True, "; ".join(words) or None)
 
     def _give_up(self, why: str) -> None:
         self.forget()

@@ -111,6 +111,7 @@ class Worker(ControlOrders):
     def shutdown(self) -> None:
         """Finish outputs, leave the other ranks, give all memory back; idempotent, waits for no other rank."""
         self._outputs.close()
+        self._runner.drop_graphs()
         self._runner.close()
         self._group.close()
         self._pool.close()

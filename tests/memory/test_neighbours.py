@@ -71,3 +71,10 @@ def test_host_memory_ahead_of_a_sleep_that_ends_with_the_process_is_a_line_in_th
         assert ahead.wait(10)
     assert broken == []
     assert "cannot schedule new futures" in caplog.text
+
+
+def test_a_pool_that_is_closed_gives_back_what_torch_caches_too(rig):
+    """In the notebook's own process nobody else does."""
+    rig.gpu.torch_bytes = rig.machine.torch_device.cached_bytes = 3 * MIB
+    rig.pool.close()
+    assert rig.gpu.torch_bytes == 0

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from omni_notebook.memory.device.capturing import CAPTURING, synchronize
+from omni_notebook.worker import graphs
 from omni_notebook.worker.graphs import Graphs
+from omni_notebook.worker.worker import Worker
 from tests.memory.fake_ranges import OwnRig
 
 
@@ -152,6 +154,23 @@ def test_all_captures_share_one_stream_and_one_pool_which_others_never_see(rig):
     assert rig.cuda.now is rig.cuda.default
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_graphs_that_a_wake_has_no_time_for_are_made_by_their_next_batch(rig, monkeypatch, level):
+    for rows in (1, 2, 3):
+        rig.graphs(ones(rows, 4), None)
+    if level == 2:
+        rig.graphs.forget()
+    monkeypatch.setattr(graphs, "_RECALL_S", 0.0)
+    told = rig.graphs.recall()
+    assert told.right is True
+    assert "2 CUDA graphs are left to their next batches" in told.note
+    assert ("1 CUDA graphs captured again" in told.note) is (level == 2)
+    assert len(rig.graphs) == 1
+    for rows in (1, 2, 3):
+        assert rig.graphs(ones(rows, 4), None).unique().tolist() == [2.0]
+    assert len(rig.graphs) == 3
+
+
 def test_a_capture_that_fails_in_a_batch_costs_the_graphs_not_the_batch(rig):
     rig.graphs(ones(1, 4), None)
     rig.cuda.breaks = 1
@@ -188,6 +207,7 @@ def test_an_error_of_the_function_itself_is_the_callers_and_costs_no_graphs(rig)
     assert len(rig.graphs) == 1
 
 
+@torch.inference_mode()
 def test_a_graph_that_gives_other_bytes_is_found_by_the_wake(rig):
     rig.graphs(ones(1, 4), None)
     (made,) = rig.graphs._graphs.values()
@@ -240,3 +260,19 @@ def test_no_other_thread_breaks_a_capture(rig, monkeypatch, step):
     assert not waiting.is_alive()
     assert CAPTURING.acquire(blocking=False)
     CAPTURING.release()
+
+
+def test_a_worker_that_ends_gives_its_graphs_up_before_the_memory_that_they_read():
+    order = []
+
+    def part(name, *steps):
+        return SimpleNamespace(**{step: lambda step=step: order.append(f"{name} {step}") for step in steps})
+
+    worker = SimpleNamespace(
+        _outputs=part("outputs", "close"),
+        _runner=part("runner", "close", "drop_graphs"),
+        _group=part("group", "close"),
+        _pool=part("pool", "close"),
+    )
+    Worker.shutdown(worker)
+    assert order.index("outputs close") < order.index("runner drop_graphs") < order.index("pool close")

@@ -44,7 +44,10 @@ def own_pool(index: int) -> MemoryPool:
 
     count = torch.cuda.device_count()
     if not torch.cuda.is_available() or index >= count:
-        msg = f"cuda:{index}: torch sees {count} CUDA devices here (CUDA_VISIBLE_DEVICES says which)"
+        msg = (
+            f"cuda:{index}: torch sees {count} CUDA devices here (CUDA_VISIBLE_DEVICES says which); start fewer ranks, "
+            "name others in devices=[…], or use device='cpu'"
+        )
         raise UnsupportedError(msg)
     from omni_notebook.memory.cuda import cuda_pool  # noqa: PLC0415  (asks the device)
 

@@ -294,7 +294,10 @@ class DevicePool:
     # ---------------------------------------------------------------------------------------- close
 
     def close(self) -> None:
-        """Give pages and copies back, at rest or not; idempotent. Its tensors may be freed after, not used."""
+        """Give pages and copies back, at rest or not, and what torch caches; idempotent.
+
+        Its tensors may be freed after, not used.
+        """
         with self._lock, MOVING:
             if self._core.closed:
                 return
@@ -309,3 +312,5 @@ class DevicePool:
             for tag in self._core.books.values():
                 tag.kept_data = {}
             self._core.modules.clear()
+            with contextlib.suppress(DeviceError):
+                self._core.driver.trim()

@@ -123,7 +123,7 @@ def _one(folder: Path) -> PipelineConfig:
         ({"step_execution": True}, "a diffusers pipeline runs its own loop over the steps"),
         ({"engine_args": {"a": 1}}, "engine_args are for runtime='vllm'"),
         ({"kind": "ar"}, "runtime='diffusers' runs 'diffusion' stages"),
-        ({"device": "cuda"}, "device='cuda'"),
+        ({"device": "xpu"}, "device='xpu'"),
         ({"executor": "ray"}, "executor='ray' is not in this release"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import csv
+import gc
 import json
 import os
 import re
@@ -162,6 +163,27 @@ def test_a_process_that_keeps_more_after_every_cycle_fails(engine, tmp_path):
     slope = float(re.search(r"GROWS: while asleep it holds ([\d.]+) MiB more a cycle", text)[1])
     assert 2 < slope < 5
     assert "of 5 cycles" in text
+
+
+def test_garbage_of_before_that_goes_half_way_hides_no_growth(engine, monkeypatch):
+    cycle = auditor.Auditor._cycle
+
+    def cycle_and_collect(self, number, outside):
+        if number == 3:
+            gc.collect()
+        return cycle(self, number, outside)
+
+    monkeypatch.setattr(auditor.Auditor, "_cycle", cycle_and_collect)
+    garbage = [bytearray(b"x" * (96 * MIB))]
+    garbage.append(garbage)
+    del garbage
+    gc.disable()
+    try:
+        with told(engine, 1, leak_bytes=3 * MIB):
+            result = omni.audit(engine, level=1, cycles=5, **QUICK)
+    finally:
+        gc.enable()
+    assert result.verdict == "FAIL"
 
 
 def test_a_wake_that_takes_more_than_it_says_fails(engine):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import threading
 import time
 from datetime import UTC, datetime
@@ -131,6 +132,7 @@ class Auditor:
     # ---------------------------------------------------------------------------------- cycles
 
     def _run_cycles(self, outside: Outside) -> None:
+        gc.collect()  # a rank may live in this process: its garbage, gone half-way, would hide what the rank keeps
         for number in range(1, self._plan.cycles + 1):
             try:
                 cycle = self._cycle(number, outside)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import HostMemory
@@ -31,7 +32,7 @@ class LyingWorker(FaultyWorker):
 
     def __init__(self, spec: Any) -> None:
         self._told = dict(_FORGET)
-        self._leaked: list[bytearray] = []
+        self._leaked: list[mmap.mmap] = []
         super().__init__(spec)
         core: Any = self._pool._core
         self._true_room = core.room
@@ -52,8 +53,10 @@ class LyingWorker(FaultyWorker):
         return super().execute(batch)
 
     def _leak(self, n_bytes: int) -> None:
-        if n_bytes:
-            self._leaked.append(bytearray(b"x") * n_bytes)
+        if n_bytes:  # not by malloc: it may give what this process has held all the while
+            kept = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            kept.write(b"x" * n_bytes)
+            self._leaked.append(kept)
 
     def commit_sleep(self, task_id: str) -> Any:
         ack = super().commit_sleep(task_id)

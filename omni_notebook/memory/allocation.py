@@ -9,9 +9,8 @@ import torch
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.adoption import Adoption
-from omni_notebook.memory.arena import CHUNK, Segment, no_memory, round_up
-from omni_notebook.memory.base import TransitionOrderError
-from omni_notebook.memory.books import Kept, Tag, TagState
+from omni_notebook.memory.arena import CHUNK, Segment, no_memory, round_up, tensor_bytes
+from omni_notebook.memory.books import Kept, Tag, TagState, check_takes
 from omni_notebook.memory.content import Content
 from omni_notebook.memory.tracking import Tracker, Untracked
 
@@ -40,12 +39,7 @@ class Allocation:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, name: str, *, recomputable: bool) -> torch.Tensor:
         """See `CpuPool.empty`."""
-        n_bytes = dtype.itemsize
-        for size in shape:
-            n_bytes *= size
-        if any(size < 0 for size in shape):
-            msg = f"shape={tuple(shape)}: sizes must not be negative"
-            raise ArgumentError(msg)
+        n_bytes = tensor_bytes(shape, dtype)
         tag = self._open_tag(name, recomputable=recomputable)
         if n_bytes == 0:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -54,12 +48,7 @@ class Allocation:
     def _open_tag(self, name: str, *, recomputable: bool) -> Tag:
         self._core.check_open("allocate")
         tag = self._core.books.get(name) or Tag(name, recomputable)
-        if tag.recomputable is not recomputable:
-            msg = f"tag {name!r} has recomputable={tag.recomputable}; one tag can not be both"
-            raise ArgumentError(msg)
-        if tag.state is not TagState.AWAKE:
-            msg = f"tag {name!r} is {tag.state}; wake it before allocating in it"
-            raise TransitionOrderError(msg)
+        check_takes(tag, recomputable=recomputable)
         return tag
 
     def _add(self, tag: Tag, n_bytes: int) -> Segment:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import weakref
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_notebook.errors import OutOfMemoryError
+from omni_notebook.errors import ArgumentError, OutOfMemoryError
 from omni_notebook.memory import libc
 from omni_notebook.memory.host import host_memory
 from omni_notebook.memory.lanes import default_lanes
@@ -37,6 +38,18 @@ _LARGE = 128 * 1024**2
 def round_up(n_bytes: int, unit: int) -> int:
     """The least multiple of `unit` that is not under `n_bytes`."""
     return -(-n_bytes // unit) * unit
+
+
+def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """What a contiguous tensor takes.
+
+    Raises:
+        ArgumentError: a size is negative.
+    """
+    if any(size < 0 for size in shape):
+        msg = f"shape={tuple(shape)}: sizes must not be negative"
+        raise ArgumentError(msg)
+    return math.prod(shape) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +130,7 @@ class Segment:
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor at `offset`; its storage is exactly its own bytes, so pickling it writes no neighbour."""
-        count = dtype.itemsize
-        for size in shape:
-            count *= size
-        flat = torch.frombuffer(self._array, dtype=torch.uint8, count=count, offset=offset)
+        flat = torch.frombuffer(self._array, dtype=torch.uint8, count=tensor_bytes(shape, dtype), offset=offset)
         return flat.view(dtype).view(tuple(shape))
 
     def holds(self, address: int, n_bytes: int) -> bool:

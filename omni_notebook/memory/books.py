@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.arena import ALIGN, CHUNK, Chunk, round_up
-from omni_notebook.memory.base import TransitionCancelledError, TransitionOrderError
+from omni_notebook.memory.base import TagInfo, TransitionCancelledError, TransitionOrderError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -31,6 +31,21 @@ class Stated(Protocol):
 
     name: str
     state: TagState
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether nobody needs its contents after a sleep."""
+        ...
+
+    @property
+    def span_bytes(self) -> int:
+        """What its mappings span."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Of that, tensors."""
+        ...
 
 
 T = TypeVar("T", bound=Stated)
@@ -157,8 +172,48 @@ class Tag:
         return not self.restored and (self.backup is not None or bool(self.kept_data))
 
 
+def check_takes(tag: Stated, *, recomputable: bool) -> None:
+    """Whether a tag may get more memory of this kind.
+
+    Raises:
+        ArgumentError: the tag is of the other kind.
+        TransitionOrderError: it is not awake.
+    """
+    if tag.recomputable is not recomputable:
+        msg = f"tag {tag.name!r} has recomputable={tag.recomputable}; one tag can not be both"
+        raise ArgumentError(msg)
+    if tag.state is not TagState.AWAKE:
+        msg = f"tag {tag.name!r} is {tag.state}; wake it before allocating in it"
+        raise TransitionOrderError(msg)
+
+
 class StateBooks(dict[str, T], Generic[T]):
     """The tags by name, and who may take which step."""
+
+    def infos(self) -> dict[str, TagInfo]:
+        """Every tag as the books have it."""
+        return {
+            tag.name: TagInfo(
+                span_bytes=tag.span_bytes,
+                used_bytes=tag.used_bytes,
+                mapped=tag.state is not TagState.ASLEEP,
+                recomputable=tag.recomputable,
+            )
+            for tag in self.in_state(*TagState)
+        }
+
+    def readable(self, name: str) -> T:
+        """A tag that has contents to checksum.
+
+        Raises:
+            ArgumentError: the name is unknown.
+            TransitionOrderError: the tag is asleep.
+        """
+        (tag,) = self.named((name,))
+        if tag.state is TagState.ASLEEP:
+            msg = f"tag {name!r} is asleep: it has no contents to checksum; wake it first"
+            raise TransitionOrderError(msg)
+        return tag
 
     def in_state(self, *states: TagState) -> list[T]:
         """Tags in one of the states."""

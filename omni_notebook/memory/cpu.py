@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.allocation import Allocation
-from omni_notebook.memory.base import KV_CACHE, WEIGHTS, Held, TagInfo, TransitionOrderError
-from omni_notebook.memory.books import Tag, TagState
+from omni_notebook.memory.base import KV_CACHE, WEIGHTS, Held, TagInfo
+from omni_notebook.memory.books import TagState
 from omni_notebook.memory.core import Core
 from omni_notebook.memory.host import cpu_name, host_memory, process_memory
 from omni_notebook.memory.lanes import never
@@ -137,15 +137,7 @@ class CpuPool:
 
     def tags(self) -> Mapping[str, TagInfo]:
         """The tags and their books."""
-        return {
-            tag.name: TagInfo(
-                span_bytes=tag.span_bytes,
-                used_bytes=tag.used_bytes,
-                mapped=tag.state is not TagState.ASLEEP,
-                recomputable=tag.recomputable,
-            )
-            for tag in self._core.books.in_state(*TagState)
-        }
+        return self._core.books.infos()
 
     def memory(self) -> Mapping[str, TagMemory]:
         """Every tag's memory, measured now; any thread may ask at any time."""
@@ -176,7 +168,7 @@ class CpuPool:
             TransitionOrderError: the tag is asleep.
         """
         with self._lock:
-            return self._core.records.record(self._readable(tag))
+            return self._core.records.record(self._core.books.readable(tag))
 
     def verify_checksum(self, tag: str = WEIGHTS) -> bool:
         """Whether `tag`'s contents, all read now, equal the recorded checksum.
@@ -185,14 +177,7 @@ class CpuPool:
             TransitionOrderError: the tag is asleep, or no checksum was recorded.
         """
         with self._lock:
-            return self._core.records.verify(self._readable(tag))
-
-    def _readable(self, name: str) -> Tag:
-        (tag,) = self._core.books.named((name,))
-        if tag.state is TagState.ASLEEP:
-            msg = f"tag {name!r} is asleep: it has no contents to checksum; wake it first"
-            raise TransitionOrderError(msg)
-        return tag
+            return self._core.records.verify(self._core.books.readable(tag))
 
     # --------------------------------------------------------------------------------------- backup
 

@@ -8,13 +8,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
-from omni_notebook.errors import ArgumentError
 from omni_notebook.memory.adoption import Adoption
-from omni_notebook.memory.arena import ALIGN, round_up
-from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, TransitionOrderError
-from omni_notebook.memory.books import TagState
+from omni_notebook.memory.arena import ALIGN, round_up, tensor_bytes
+from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError
+from omni_notebook.memory.books import TagState, check_takes
 from omni_notebook.memory.device.libcuda import GRANULE
 from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.pool import DevicePool
@@ -27,6 +25,7 @@ from omni_notebook.memory.device.waking import no_device_memory
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import nn
 
     from omni_notebook.memory.base import TagInfo
@@ -88,10 +87,7 @@ class CudaPool(DevicePool):
             TransitionOrderError: the tag is not awake.
             OutOfMemoryError: no room.
         """
-        if any(size < 0 for size in shape):
-            msg = f"shape={tuple(shape)}: sizes must not be negative"
-            raise ArgumentError(msg)
-        n_bytes = torch.Size(shape).numel() * dtype.itemsize
+        n_bytes = tensor_bytes(shape, dtype)
         with self._lock:
             book = self._open_tag(tag, recomputable=recomputable)
             if n_bytes == 0:
@@ -103,12 +99,7 @@ class CudaPool(DevicePool):
     def _open_tag(self, name: str, *, recomputable: bool) -> DeviceTag:
         self._core.check_open("allocate")
         tag = self._core.books.get(name) or DeviceTag(name, recomputable)
-        if tag.recomputable is not recomputable:
-            msg = f"tag {name!r} has recomputable={tag.recomputable}; one tag can not be both"
-            raise ArgumentError(msg)
-        if tag.state is not TagState.AWAKE:
-            msg = f"tag {name!r} is {tag.state}; wake it before allocating in it"
-            raise TransitionOrderError(msg)
+        check_takes(tag, recomputable=recomputable)
         return tag
 
     def _has(self, tensor: torch.Tensor) -> bool:
@@ -204,7 +195,7 @@ class CudaPool(DevicePool):
                     self._ranges.forget(segment.address)
             finally:
                 self._core.refresh()
-            self._core.forget_record(tag)
+            self._core.records.pop(tag, None)
             self._core.modules.forget(tag)
             del self._core.books[tag]
 

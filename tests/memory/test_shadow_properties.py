@@ -111,7 +111,7 @@ class Stage:
         for segment, sums in copies._sums.items():
             held = torch.frombuffer(copies._buffers[segment].memory.view, dtype=torch.uint8)
             (found,) = chunk_sums([held])
-            assert np.array_equal(found, sums)
+            assert np.array_equal(found.numpy(), sums)
         assert self.machine.libcuda.events == 0
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from omni_notebook.memory.arena import CHUNK
-from omni_notebook.memory.device.shadow import N_SUMS, sums_where_they_are
+from omni_notebook.memory.device.shadow import N_SUMS, chunk_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -75,9 +75,9 @@ class Summer:
 
     def _sum(self, data: torch.Tensor, rows: list[int]) -> None:
         try:
-            self._sums += sums_where_they_are([data])
+            self._sums += chunk_sums([data])
         except (RuntimeError, NotImplementedError):
-            self._sums += [sums.to(data.device) for sums in sums_where_they_are([data.cpu()])]
+            self._sums += [sums.to(data.device) for sums in chunk_sums([data.cpu()])]
         self._order += rows
 
     def result(self) -> NDArray[np.int64]:

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS, DeviceError, TransitionOrderError
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from omni_notebook.memory.base import HostMemory, Scope
     from omni_notebook.memory.device.checksum import TensorSums
     from omni_notebook.memory.device.driver import Driver, Probe
-    from omni_notebook.memory.device.segments import DeviceSegment
-    from omni_notebook.memory.device.shadow import Sums
     from omni_notebook.memory.device.tensors import Span
 
 
@@ -39,16 +36,6 @@ class Reading(NamedTuple):
 
     n_bytes: int
     scope: Scope
-
-
-class _Place(NamedTuple):
-    """A tensor and where it lies."""
-
-    name: str
-    address: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass
@@ -67,11 +54,9 @@ class DeviceCore:
     def __post_init__(self) -> None:
         self.table = SegmentTable(self.driver)
         self.modules = ModuleTensors(self.table)
-        self.shadow = Shadow(self.driver)
-        self.copies: Copies = HostCopies(self.driver, self.shadow)
+        self.copies: Copies = HostCopies(self.driver, Shadow(self.driver))
         self.ahead = WriteAhead()
         self.records: dict[str, TensorSums] = {}
-        self._as_recorded: dict[str, tuple[list[_Place], dict[DeviceSegment, Sums]]] = {}
         self._noted: tuple[float, Reading] | None = None
         for name in self.expected_tags:
             self.books[name] = vllm_tag(name)
@@ -170,29 +155,15 @@ class DeviceCore:
 
     def record(self, tag: DeviceTag) -> str:
         """Checksum a tag's registered tensors and remember it."""
-        spans = self.modules.spans(tag.name)
-        self.records[tag.name] = sums = self._sums(spans, lambda span: span.flat())
-        self._as_recorded[tag.name] = _places(spans), self.shadow.sums(tag.segments)
+        self.records[tag.name] = sums = self._on_device(tag)
         return digest(sums)
 
     def is_as_recorded(self, tag: DeviceTag) -> bool:
-        """Whether the tensors on the device equal the record.
+        """Whether the tensors on the device equal the record."""
+        return self._on_device(tag) == self.records[tag.name]
 
-        Where every byte of the segments is as it was then, so are tensors that are still in their places; else these
-        are read by themselves.
-        """
-        spans = self.modules.spans(tag.name)
-        places, known = self._as_recorded.get(tag.name, ([], {}))
-        if known and known.keys() == set(tag.segments) and places == _places(spans):
-            now = self.shadow.sums(tag.segments)
-            if now.keys() == known.keys() and all(np.array_equal(now[one], known[one]) for one in known):
-                return True
-        return self._sums(spans, lambda span: span.flat()) == self.records[tag.name]
-
-    def forget_record(self, name: str) -> None:
-        """A tag is gone."""
-        self.records.pop(name, None)
-        self._as_recorded.pop(name, None)
+    def _on_device(self, tag: DeviceTag) -> TensorSums:
+        return self._sums(self.modules.spans(tag.name), lambda span: span.flat())
 
     def has_copy(self, tag: DeviceTag) -> bool:
         """Whether a sleeping tag's contents are all on the host."""
@@ -219,13 +190,6 @@ class DeviceCore:
                 rows[span.name] = summer, summer.add(pieces(flat, span.layout))
             tables = {summer: summer.result() for summer in summers.values()}
         return {name: tables[summer][places].astype("<i8").tobytes() for name, (summer, places) in rows.items()}
-
-
-def _places(spans: Iterable[Span]) -> list[_Place]:
-    """Which bytes are which tensor's."""
-    return [
-        _Place(one.name, one.address, tuple(one.layout.shape), one.layout.stride(), one.layout.dtype) for one in spans
-    ]
 
 
 def _covered_bytes(spans: Iterable[Span]) -> int:

@@ -73,15 +73,7 @@ class DevicePool:
 
     def tags(self) -> Mapping[str, TagInfo]:
         """The tags and their books; the expected ones are always there."""
-        return {
-            tag.name: TagInfo(
-                span_bytes=tag.span_bytes,
-                used_bytes=tag.used_bytes,
-                mapped=tag.state is not TagState.ASLEEP,
-                recomputable=tag.recomputable,
-            )
-            for tag in self._core.books.in_state(*TagState)
-        }
+        return self._core.books.infos()
 
     def memory(self) -> Mapping[str, TagMemory]:
         """Every tag's memory: a segment has all its pages or none. Any thread may ask at any time."""
@@ -147,10 +139,7 @@ class DevicePool:
 
     def _readable(self, name: str) -> DeviceTag:
         self._core.begin("checksum")
-        (tag,) = self._core.books.named((name,))
-        if tag.state is TagState.ASLEEP:
-            msg = f"tag {name!r} is asleep: it has no contents to checksum; wake it first"
-            raise TransitionOrderError(msg)
+        tag = self._core.books.readable(name)
         self._core.require_own((tag,), "checksum")
         return tag
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_notebook.memory.arena import ALIGN, round_up
+from omni_notebook.memory.arena import ALIGN, round_up, tensor_bytes
 from omni_notebook.memory.base import DeviceError
 from omni_notebook.memory.device import libcuda
 from omni_notebook.memory.device.cuda_driver import CudaDriver
@@ -89,9 +89,7 @@ class Range:
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor at `offset`; its storage is exactly its own bytes."""
-        count = dtype.itemsize
-        for size in shape:
-            count *= size
+        count = tensor_bytes(shape, dtype)
         flat: torch.Tensor = self._driver.tensor_at(self._index, self.address + offset, count, self._addresses)
         return flat.view(dtype).view(tuple(shape))
 

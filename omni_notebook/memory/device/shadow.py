@@ -49,13 +49,8 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def chunk_sums(parts: Iterable[torch.Tensor]) -> list[Sums]:
-    """The sums, (chunks, 8), of parts: uint8 tensors of one device, whole chunks each."""
-    return [one.cpu().numpy() for one in sums_where_they_are(parts)]
-
-
-def sums_where_they_are(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums, where the parts are."""
+def chunk_sums(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums, (chunks, 8) int64 where the parts are, of parts: uint8 tensors of one device, whole chunks each."""
     placed: tuple[torch.Tensor, torch.Tensor] | None = None
     begun = []
     with torch.inference_mode():
@@ -112,7 +107,7 @@ class Shadow:
             if any(part is None for part in parts):
                 self._works = False
                 return TakenSums([], [])
-            taken = sums_where_they_are(parts)  # type: ignore[arg-type]
+            taken = chunk_sums(parts)  # type: ignore[arg-type]
             if taken[0].is_cuda:  # the segments may be unmapped once this returns
                 torch.cuda.current_stream(taken[0].device).synchronize()
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking

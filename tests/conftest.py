@@ -17,6 +17,8 @@ import time
 import pytest
 from hypothesis import settings
 
+from tests import alone
+
 TEST_ALL = os.environ.get("OMNI_TEST_ALL") == "1"
 
 
@@ -41,6 +43,19 @@ def pytest_configure(config):
     settings.register_profile("ci", derandomize=True, deadline=None)  # a landing must not depend on luck
     if TEST_ALL:
         settings.load_profile("ci")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Tests marked `alone` run in a child."""
+    if not alone.is_child():
+        alone.replace(items)
+
+
+def pytest_runtest_logreport(report):
+    """A child says what it found."""
+    if alone.is_child():
+        alone.tell(report)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -47,6 +47,7 @@ def test_each_component_has_a_tag_and_nothing_else_has(engine: AsyncOmni) -> Non
     assert set(stage.ranks[0].tags) == set(COMPONENTS)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("level", [1, 2])
 def test_the_ack_says_what_the_kernel_sees(engine: AsyncOmni, level: int) -> None:
     pid = engine.status().stages[0].ranks[0].pid

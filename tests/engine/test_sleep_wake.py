@@ -79,6 +79,7 @@ def test_an_ack_has_the_specifications_fields_and_all_metadata_keys(engine: Asyn
     assert (noop[0].freed_bytes, quiet["noop"], quiet["level"], quiet["expected_bytes"]) == (0, True, 2, 0)
 
 
+@pytest.mark.alone
 def test_the_process_really_gives_the_bytes_back() -> None:
     async def run(engine: AsyncOmni) -> None:
         pid = psutil.Process().pid
@@ -96,6 +97,7 @@ def test_the_process_really_gives_the_bytes_back() -> None:
         asyncio.run(run(engine))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("level", [1, 2])
 def test_ten_cycles_leave_a_flat_residual_and_identical_outputs(engine: AsyncOmni, level: int) -> None:
     async def run() -> None:

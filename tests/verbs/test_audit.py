@@ -49,6 +49,16 @@ LIE_MIB, NOISE_MIB = 24, 12
 QUICK: dict[str, Any] = {"sampling_params": {"num_inference_steps": 3}}
 
 
+ENGINES = [pytest.param("uni", marks=pytest.mark.alone), "mp"]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def shared_engine(request):
+    """With ranks in this process, which must be no other test's, and in processes of their own."""
+    with lying_engine(executor=request.param) as engine:
+        yield engine
+
+
 def states(engine: AsyncOmni) -> list[tuple[str, str]]:
     return [(str(stage.state), str(stage.pause_state)) for stage in engine.status().stages]
 

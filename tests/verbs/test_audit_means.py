@@ -32,6 +32,7 @@ HERE = (os.getpid(), "cpu")
 # ------------------------------------------------------------------------------------ from outside
 
 
+@pytest.mark.alone
 def test_memory_of_this_process_is_seen_by_another_one():
     with Outside() as looking:
         before = looking.look([HERE])[HERE]
@@ -45,6 +46,7 @@ def test_memory_of_this_process_is_seen_by_another_one():
     assert not psutil.pid_exists(looking.pid or -1)
 
 
+@pytest.mark.alone
 def test_pages_of_files_are_not_counted(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * (32 * MIB))

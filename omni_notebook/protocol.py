@@ -62,6 +62,10 @@ class AckStatus(StrEnum):
     ERROR = "ERROR"
 
 
+ROLLED_BACK = "ROLLED_BACK"
+"""The `error_code` of a rank that could, and went back because another one failed."""
+
+
 class RequestState(StrEnum):
     """Where a request is; the last three are terminal."""
 
@@ -499,4 +503,12 @@ class RequestEvent(msgspec.Struct, frozen=True, tag="request"):
     progress: float | None = None
 
 
-Event = AckEvent | StateEvent | MemoryEvent | RequestEvent
+class LinkEvent(msgspec.Struct, frozen=True, tag="link"):
+    """The way to an engine on a server broke, or is there again: what happened between the two was not heard."""
+
+    time_s: float
+    connected: bool
+    reason: str = ""
+
+
+Event = AckEvent | StateEvent | MemoryEvent | RequestEvent | LinkEvent

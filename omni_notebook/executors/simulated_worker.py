@@ -141,7 +141,7 @@ class SimulatedWorker:
     def noop(self, task_id: str) -> OmniACK:
         """Nothing to do."""
         state = "WARM" if self._level is None else "COLD"
-        return self._acks.noop(task_id, _NOTHING, state=state, level=self._level, weight_version=self._version)
+        return self._acks.noop(task_id, 0, state=state, level=self._level, weight_version=self._version)
 
     def memory(self) -> RankStatus:
         """What the books say."""

@@ -185,6 +185,10 @@ class MemoryPool(Protocol):
         """What this process holds on the device now, by cause as far as that can be measured."""
         ...
 
+    def held_bytes(self) -> int:
+        """The total of `held`, in microseconds: off by a few hundred KiB where exactness takes milliseconds."""
+        ...
+
     def plan(self, level: int, tags: Collection[str] | None = None) -> SleepPlan:
         """What a sleep of `tags` (None = all that are mapped) would free and copy."""
         ...

@@ -13,7 +13,7 @@ from omni_notebook.memory.allocation import Allocation
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS, Held, TagInfo
 from omni_notebook.memory.books import TagState
 from omni_notebook.memory.core import Core
-from omni_notebook.memory.host import cpu_name, host_memory, process_memory
+from omni_notebook.memory.host import cpu_name, host_memory, process_memory, rss_bytes
 from omni_notebook.memory.lanes import never
 from omni_notebook.memory.sleeping import Sleeping
 from omni_notebook.memory.tracking import Tracking, make_tracker
@@ -152,6 +152,10 @@ class CpuPool:
         """This process's resident memory; it is not told apart."""
         rss = process_memory().rss_bytes
         return Held(total_bytes=rss, scope="process", parts=ResidualBytes(other=rss))
+
+    def held_bytes(self) -> int:
+        """See `host.rss_bytes`."""
+        return rss_bytes()
 
     def plan(self, level: int, tags: Collection[str] | None = None) -> SleepPlan:
         """What a sleep of `tags` (None = all that are awake) would free and copy; tags that sleep count nothing.

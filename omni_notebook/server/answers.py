@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +26,8 @@ class AbortedError(errors.OmniError):
     error_code = "ABORTED"
 
 
+PYTHON_WORDS: ContextVar[bool] = ContextVar("PYTHON_WORDS", default=False)
+"""Whether the request's client reads messages as the engine raised them; `guards.WordsGuard` sets it."""
 RETRY_S = 5
 """What a client that met a closed gate is told to wait; a person must open it, so nobody knows better."""
 LONGEST = 2000
@@ -48,6 +52,8 @@ _STATUS: tuple[tuple[type[BaseException], int], ...] = (
 _RETRY = (errors.AsleepError, errors.PausedError, errors.NeedsWeightsError)
 _HELPS = (errors.StageFailedError, errors.PauseError)
 _ACK_STATUS = {"DEADLINE": 504, "OUT_OF_MEMORY": 507}
+_NO_DETAILS = frozenset({"acks", "error_code"})
+"""They have places of their own in the body."""
 
 
 def problem(error: errors.OmniError, engine: Engine, *, order: bool = False, text_only: bool = False) -> JSONResponse:
@@ -60,30 +66,51 @@ def problem(error: errors.OmniError, engine: Engine, *, order: bool = False, tex
     retry = isinstance(error, _RETRY)
     helping = requests_that_help(engine.status(), text_only=text_only) if retry or isinstance(error, _HELPS) else []
     if order and (retry or isinstance(error, errors.StageFailedError)):
-        return refusal(409, str(error), error.error_code, None, helping)
+        return _answer(409, error, None, helping)
     headers = {"Retry-After": str(RETRY_S)} if retry else None
     if isinstance(error, AbortedError):
         headers = {"x-should-retry": "false"}  # OpenAI's client asks again at 409
-    return refusal(status, str(error), error.error_code, headers, helping)
+    return _answer(status, error, headers, helping)
 
 
-def refusal(
-    status: int,
-    message: str,
-    code: str,
-    headers: dict[str, str] | None = None,
-    helping: Sequence[dict[str, Any]] = (),
+def _answer(
+    status: int, error: errors.OmniError, headers: dict[str, str] | None, helping: list[dict[str, Any]]
 ) -> JSONResponse:
-    """One line about what is wrong."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": _line(message), "type": kind, "code": code}
-    body = {"status": "ERROR", "error": error, **({"help": list(helping)} if helping else {})}
+    body = _body(status, str(error), error.error_code)
+    details, acks = _details(error), getattr(error, "acks", None)
+    if details:
+        body["error"]["details"] = details
+    if helping:
+        body["help"] = helping
+    if acks:
+        body["acks"] = msgspec.to_builtins(acks)
     return JSONResponse(body, status, headers=headers)
+
+
+def _details(error: errors.OmniError) -> dict[str, Any]:
+    """The error's own attributes, those that JSON can hold."""
+    found: dict[str, Any] = {}
+    for name, value in vars(error).items():
+        if not name.startswith("_") and name not in _NO_DETAILS:
+            with contextlib.suppress(TypeError, ValueError):
+                found[name] = msgspec.json.decode(msgspec.json.encode(value))
+    return found
+
+
+def refusal(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """One line about what is wrong."""
+    return JSONResponse(_body(status, message, code), status, headers=headers)
+
+
+def _body(status: int, message: str, code: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"status": "ERROR", "error": {"message": _line(message), "type": kind, "code": code}}
 
 
 def _line(message: str) -> str:
     """One line of a length that can be read, whatever the client sent that it repeats."""
-    line = in_requests(" ".join(message.split()))
+    line = " ".join(message.split())
+    line = line if PYTHON_WORDS.get() else in_requests(line)
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} … ({len(line)} characters)"
 
 

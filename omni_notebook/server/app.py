@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import omni_notebook
 from omni_notebook.errors import OmniError
-from omni_notebook.server import control, helping, openai
+from omni_notebook.server import control, generating, helping, openai
 from omni_notebook.server.answers import problem, refusal
-from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard
+from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard, WordsGuard
 from omni_notebook.server.leaving import ClientGone
 from omni_notebook.server.metrics import Metrics
 
@@ -47,6 +47,7 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.state.metrics = metrics
     app.state.listeners = control.Listeners(engine)
     app.include_router(control.router)
+    app.include_router(generating.router)
     app.include_router(openai.router)
     app.get("/health", tags=["health"])(_health)
     app.head("/health", include_in_schema=False)(_health)
@@ -63,6 +64,7 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     else:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(EndGuard)
+    app.add_middleware(WordsGuard)
     return app
 
 
@@ -91,7 +93,8 @@ async def _following(metrics: Metrics) -> AsyncIterator[None]:
 
 def _problem(request: Request, error: Any) -> Response:
     path = request.url.path
-    order, text_only = path.startswith(helping.PREFIX), path == openai.CHAT
+    order = path.startswith(helping.PREFIX) and path != generating.PATH
+    text_only = getattr(request.state, "text_only", False)
     return problem(error, request.app.state.engine, order=order, text_only=text_only)
 
 

@@ -92,6 +92,17 @@ class AbortBody(Body):
     request_id: Annotated[str, Field(min_length=1)]
 
 
+def _unicode(text: str) -> str:
+    """Refuse halves of surrogate pairs, which JSON can spell and no text holds."""
+    if not is_unicode(text):
+        msg = "it is not Unicode text"
+        raise ValueError(msg)
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
 class Sampling(Body):
     """`sampling_params`: the fields of `OmniSamplingParams`."""
 
@@ -110,6 +121,41 @@ class Sampling(Body):
         """What was said, by the names of `OmniSamplingParams`."""
         said = ((name, getattr(self, name)) for name in OmniSamplingParams.__struct_fields__)
         return {name: value for name, value in said if value is not None}
+
+
+class TokenPrompt(Body):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Annotated[list[int], Field(fail_fast=True)]
+
+
+def _unicode_prompt(prompt: str | TokenPrompt) -> str | TokenPrompt:
+    return _unicode(prompt) if isinstance(prompt, str) else prompt
+
+
+class GenerateBody(Body):
+    """`POST /v1/omni/generate`: the arguments of `AsyncOmni.generate`."""
+
+    prompt: Annotated[str | TokenPrompt, AfterValidator(_unicode_prompt)]
+    request_id: Annotated[str | None, Field(min_length=1)] = None
+    sampling_params: Sampling | None = None
+    output_modalities: Annotated[list[str] | None, Field(min_length=1, fail_fast=True)] = None
+    admission_timeout: Annotated[
+        float, Field(ge=0, le=3600, allow_inf_nan=False, description="seconds to wait at closed gates")
+    ] = 0.0
+    timeout: Seconds | None = None
+    lora_request: Annotated[int | str | None, Field(description="an adapter's number or name")] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """All of them but `timeout`."""
+        return {
+            "prompt": self.prompt if isinstance(self.prompt, str) else self.prompt.model_dump(),
+            "request_id": self.request_id,
+            "sampling_params": None if self.sampling_params is None else self.sampling_params.given(),
+            "output_modalities": self.output_modalities,
+            "admission_timeout": self.admission_timeout,
+            "lora_request": self.lora_request,
+        }
 
 
 class ExtraBody(Body):
@@ -151,17 +197,6 @@ class ImagesBody(GenerationBody):
             width, _, height = str(self.size).partition("x")
             params |= {"width": int(width), "height": int(height)}
         return params
-
-
-def _unicode(text: str) -> str:
-    """Refuse halves of surrogate pairs, which JSON can spell and no text holds."""
-    if not is_unicode(text):
-        msg = "it is not Unicode text"
-        raise ValueError(msg)
-    return text
-
-
-Text = Annotated[str, AfterValidator(_unicode)]
 
 
 class TextPart(Body):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -9,6 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from sse_starlette.sse import EventSourceResponse
 from starlette.responses import JSONResponse
 
+import omni_notebook
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
 from omni_notebook.server.answers import acks_answer
@@ -147,6 +150,12 @@ async def remove_lora(lora_int_id: int, engine: Served) -> JSONResponse:
     return _done(removed=await engine.remove_lora(lora_int_id))
 
 
+@router.post("/loras/{lora_int_id}/pin")
+async def pin_lora(lora_int_id: int, engine: Served) -> JSONResponse:
+    """Keep an adapter in its slot."""
+    return _done(pinned=await engine.pin_lora(lora_int_id))
+
+
 @router.post("/restart")
 async def restart(body: RestartBody, engine: Served) -> JSONResponse:
     """Start a stage's ranks anew, from its last checkpoint."""
@@ -164,6 +173,19 @@ async def abort(body: AbortBody, engine: Served) -> JSONResponse:
 async def status(engine: Served) -> JSONResponse:
     """A snapshot of all stages and ranks; waits for nobody."""
     return JSONResponse(msgspec.to_builtins(engine.status()))
+
+
+@router.get("/logs")
+async def logs(engine: Served, stage_id: int, rank: int = 0, replica: int = 0) -> JSONResponse:
+    """The last lines that a rank's process wrote, newest last; none of a rank in the server's own process."""
+    return JSONResponse({"lines": engine.logs(stage_id, rank, replica)})
+
+
+@router.get("/version")
+async def version() -> JSONResponse:
+    """What serves here, and where."""
+    facts = {"name": "omni-notebook", "version": omni_notebook.__version__}
+    return JSONResponse({**facts, "host": socket.gethostname(), "pid": os.getpid()})
 
 
 @router.get("/events")

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
-from omni_notebook.server.answers import RETRY_S, refusal
+from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, refusal
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -41,6 +41,19 @@ class EndGuard:
             if not begun:
                 told = "the server ended before this request had; it was ended too"
                 await refusal(503, told, "ENDED", _CLOSE)(scope, receive, send)
+
+
+class WordsGuard:
+    """With the header `X-Omni-Words: python` messages stay in words of Python calls, for a client that makes them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; a request is a task of its own, so what is set here is its alone."""
+        if scope["type"] == "http":
+            PYTHON_WORDS.set(_header(scope, b"x-omni-words").lower() == b"python")
+        await self._app(scope, receive, send)
 
 
 class HostGuard:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniRequestOutput
 
 PREFIX = "/v1"
-CHAT = f"{PREFIX}/chat/completions"
 router = APIRouter(prefix=PREFIX, tags=["openai"], dependencies=[Depends(known_query)])
 Wait = Annotated[
     float, Query(ge=0, le=3600, allow_inf_nan=False, description="seconds to wait where a stage is asleep or paused")
@@ -120,11 +119,12 @@ def _picture(output: OmniRequestOutput) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------- chat
 
 
-@router.post(CHAT.removeprefix(PREFIX), response_model=None)
+@router.post("/chat/completions", response_model=None)
 async def chat(
     body: ChatBody, request: Request, engine: Served, request_id: RequestId = None, wait: Wait = 0.0
 ) -> JSONResponse | StreamingResponse:
     """The text of the autoregressive stage."""
+    request.state.text_only = True
     model = _check_model(request, body.model)
     prompt = "\n".join(message.text for message in body.messages)
     known = request_id or f"chatcmpl-{uuid.uuid4().hex}"

@@ -65,12 +65,12 @@ class AckBuilder:
 
     def wake(self, task_id: str, after: Held, **known: Any) -> OmniACK:
         """The answer to a wake: freed 0, `mapped_bytes` as measured."""
-        metadata = self._base(**self._now(after), **known)
+        metadata = self._base(current_vram_gib=gib(after.total_bytes), **known)
         return self._ack(task_id, AckStatus.SUCCESS, 0, metadata)
 
-    def noop(self, task_id: str, after: Held, **known: Any) -> OmniACK:
+    def noop(self, task_id: str, held_bytes: int, **known: Any) -> OmniACK:
         """The answer to an order that had nothing to do."""
-        metadata = self._base(noop=True, expected_bytes=0, observed_bytes=0, **self._now(after), **known)
+        metadata = self._base(noop=True, expected_bytes=0, observed_bytes=0, current_vram_gib=gib(held_bytes), **known)
         return self._ack(task_id, AckStatus.SUCCESS, 0, metadata)
 
     def dropped(self, task_id: str, host_freed_bytes: int, after: Held, **known: Any) -> OmniACK:
@@ -97,9 +97,6 @@ class AckBuilder:
             "residual": after.parts,
             "current_vram_gib": gib(after.total_bytes),
         }
-
-    def _now(self, after: Held) -> dict[str, Any]:
-        return {"current_vram_gib": gib(after.total_bytes)}
 
     def _ack(
         self, task_id: str, status: AckStatus, freed: int, metadata: AckMetadata, message: str | None = None

@@ -38,7 +38,7 @@ class Control:
         level = self._rank.level
         return self._rank.acks.noop(
             task_id,
-            self._rank.pool.held(),
+            self._rank.pool.held_bytes(),
             level=level,
             state="COLD" if level else "WARM",
             mapped_bytes=0,

@@ -22,6 +22,7 @@ from omni_notebook.errors import (
     UnsupportedError,
     WakeError,
 )
+from omni_notebook.memory import cpu
 from omni_notebook.protocol import AckMetadata, OmniACK
 from tests.engine.engine_helpers import ask, collect, fault, golden, slow, until
 
@@ -77,6 +78,24 @@ def test_an_ack_has_the_specifications_fields_and_all_metadata_keys(engine: Asyn
     assert (acks[0].metadata["state"], woken[0].metadata["state"]) == ("COLD", "WARM")
     quiet = noop[0].metadata
     assert (noop[0].freed_bytes, quiet["noop"], quiet["level"], quiet["expected_bytes"]) == (0, True, 2, 0)
+
+
+def test_an_order_with_nothing_to_do_walks_no_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading smaps takes milliseconds a rank, and more the more it holds."""
+    with AsyncOmni("demo", executor="uni") as engine:
+        monkeypatch.setattr(cpu, "process_memory", _walks)
+        acks = asyncio.run(engine.wake_up())
+        resident = psutil.Process().memory_info().rss
+        assert [ack.metadata["noop"] for ack in acks] == [True, True]
+        for ack in acks:
+            assert float(ack.metadata["current_vram_gib"]) == pytest.approx(resident / 1024**3, abs=0.02)
+        with pytest.raises(SleepError, match="walks the page table"):
+            asyncio.run(engine.sleep([0]))
+
+
+def _walks() -> None:
+    msg = "walks the page table"
+    raise AssertionError(msg)
 
 
 @pytest.mark.alone

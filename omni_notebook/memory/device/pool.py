@@ -103,6 +103,10 @@ class DevicePool:
         )
         return Held(total_bytes=total, scope=scope, parts=parts)
 
+    def held_bytes(self) -> int:
+        """The total of `held`, which the driver tells at once."""
+        return self.held().total_bytes
+
     def plan(self, level: int, tags: Collection[str] | None = None) -> SleepPlan:
         """What a sleep of `tags` (None = all that are awake) would free and copy; tags that sleep count nothing.
 

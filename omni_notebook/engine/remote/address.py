@@ -53,9 +53,9 @@ class Address:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries: the key, and that errors are wanted in the words of Python calls."""
+        """What every request carries: the key; errors in the words of Python calls; whoever leaves calls off."""
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        return {"X-Omni-Words": "python", **key}
+        return {"X-Omni-Words": "python", "X-Omni-Leave": "cancel", **key}
 
 
 def _checked(url: Any) -> str:

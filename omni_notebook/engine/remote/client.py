@@ -13,7 +13,7 @@ from omni_notebook.engine.remote.connection import Connection
 from omni_notebook.engine.remote.lora_calls import RemoteLoRACalls
 from omni_notebook.engine.remote.pumping import pumped
 from omni_notebook.errors import ArgumentError, UnsupportedError
-from omni_notebook.protocol import LoRARequest, MemoryState, sampling_params_from
+from omni_notebook.protocol import LoRARequest, MemoryState, is_unicode, sampling_params_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -65,7 +65,7 @@ class RemoteOmni(Connection, RemoteLoRACalls):
 
         async def run() -> list[OmniACK]:
             body = {
-                "stage_ids": ids_of(stage_ids),
+                "stage_ids": await self._ids(stage_ids),
                 "level": arguments.check_level(level),
                 "mode": None if mode is None else str(arguments.check_mode(mode)),
                 "timeout": bound(timeout),
@@ -92,8 +92,12 @@ class RemoteOmni(Connection, RemoteLoRACalls):
         """
 
         async def run() -> list[OmniACK]:
-            given = None if tags is None else arguments.listed("tags", tags)
-            body = {"stage_ids": ids_of(stage_ids), "tags": given, "reload": reload, "timeout": bound(timeout)}
+            body = {
+                "stage_ids": await self._ids(stage_ids),
+                "tags": await self._tags(tags),
+                "reload": reload,
+                "timeout": bound(timeout),
+            }
             return await self._server.wake(self._line, body, strict=raise_on_error)
 
         return await self._run(run)
@@ -107,10 +111,40 @@ class RemoteOmni(Connection, RemoteLoRACalls):
 
         async def run() -> bool:
             status = await self._server.status(self._line)
-            ids = ids_of(stage_ids)
+            ids = None if stage_ids is None else arguments.listed("stage_ids", stage_ids)
             return any(stage.state != MemoryState.AWAKE for stage in _picked(status, ids))
 
         return await self._run(run)
+
+    async def _ids(self, stage_ids: Any) -> list[int] | None:
+        """What goes over the wire for one stage, several, or all; whether a number is a stage's the server says.
+
+        Raises:
+            ArgumentError: none is named, or something that is no number.
+        """
+        if stage_ids is None:
+            return None
+        ids = [_plain(one) for one in arguments.listed("stage_ids", stage_ids)]
+        if not ids:
+            msg = "stage_ids is empty; name stages, or give None for all of them. Nothing changed"
+            raise ArgumentError(msg)
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+            _picked(await self._server.status(self._line), ids)
+        return ids
+
+    async def _tags(self, tags: Sequence[str] | str | None) -> list[str] | None:
+        """The named tags, or None.
+
+        Raises:
+            ArgumentError: none is named.
+        """
+        given = None if tags is None else arguments.listed("tags", tags)
+        if given == []:
+            status = await self._server.status(self._line)
+            known = sorted({tag for stage in status.stages for rank in stage.ranks for tag in rank.tags})
+            msg = f"tags is empty; these stages have {', '.join(known)}. Nothing changed"
+            raise ArgumentError(msg)
+        return given
 
     # ---------------------------------------------------------------------- pause and resume
 
@@ -128,7 +162,7 @@ class RemoteOmni(Connection, RemoteLoRACalls):
             self._server.has("pause_generation")
             body = {
                 "mode": str(arguments.check_mode(mode)),
-                "stage_ids": ids_of(stage_ids),
+                "stage_ids": await self._ids(stage_ids),
                 "wait_for_inflight_requests": wait_for_inflight_requests,
                 "clear_cache": clear_cache,
                 "timeout": bound(timeout),
@@ -142,7 +176,7 @@ class RemoteOmni(Connection, RemoteLoRACalls):
 
         async def run() -> None:
             self._server.has("resume_generation")
-            await self._order("resume", "/resume", {"stage_ids": ids_of(stage_ids)})
+            await self._order("resume", "/resume", {"stage_ids": await self._ids(stage_ids)})
 
         await self._run(run)
 
@@ -176,8 +210,8 @@ class RemoteOmni(Connection, RemoteLoRACalls):
         """
         named = lora_request.lora_int_id if isinstance(lora_request, LoRARequest) else lora_request
         body = {
-            "prompt": prompt,
-            "request_id": uuid.uuid4().hex[:12] if request_id is None else request_id,
+            "prompt": _prompt(prompt),
+            "request_id": uuid.uuid4().hex[:12] if request_id is None else _request_id(request_id),
             "sampling_params": _given(sampling_params),
             "output_modalities": None if output_modalities is None else arguments.listed("", output_modalities),
             "admission_timeout": arguments.check_timeout(admission_timeout, "admission_timeout"),
@@ -285,14 +319,6 @@ class RemoteOmni(Connection, RemoteLoRACalls):
         await self._run(run)
 
 
-def ids_of(stage_ids: Any) -> list[Any] | None:
-    """What goes over the wire for one stage, several, or all; whether they exist the server says."""
-    if stage_ids is None:
-        return None
-    ids = arguments.listed("stage_ids", stage_ids)
-    return [operator.index(one) if hasattr(one, "__index__") and not isinstance(one, bool) else one for one in ids]
-
-
 def _picked(status: EngineStatus, ids: list[Any] | None) -> list[StageStatus]:
     """The named stages; None = all.
 
@@ -307,6 +333,28 @@ def _picked(status: EngineStatus, ids: list[Any] | None) -> list[StageStatus]:
         msg = f"{what}; this engine has {have}. Nothing changed"
         raise ArgumentError(msg)
     return [stage for stage in status.stages if ids is None or stage.stage_id in ids]
+
+
+def _plain(stage_id: Any) -> Any:
+    """A number as Python's own, whatever library it is of."""
+    is_number = hasattr(stage_id, "__index__") and not isinstance(stage_id, bool)
+    return operator.index(stage_id) if is_number else stage_id
+
+
+def _prompt(prompt: Any) -> Any:
+    """A prompt that can be sent; whether the model takes it the server says."""
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) and len(prompt) == 1 else None
+    if isinstance(prompt, str) or (isinstance(ids, list | tuple) and all(isinstance(one, int) for one in ids)):
+        return prompt
+    msg = 'a prompt is a string or {"prompt_token_ids": [ints]}; nothing was started'
+    raise ArgumentError(msg)
+
+
+def _request_id(request_id: Any) -> str:
+    if not isinstance(request_id, str) or not request_id or not is_unicode(request_id):
+        msg = f"request_id={request_id!r} is not a non-empty string of Unicode text; nothing was started"
+        raise ArgumentError(msg)
+    return request_id
 
 
 def bound(timeout: Any) -> float | None:

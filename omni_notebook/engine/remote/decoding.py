@@ -54,6 +54,8 @@ def error_of(status: int, content: bytes, where: str) -> errors.OmniError:
     details = found.get("details") if isinstance(found.get("details"), dict) else {}
     known = {str(key): value for key, value in (details or {}).items() if not str(key).startswith("_")}
     if code in _OF_CODE:
+        if code in {errors.SleepError.error_code, errors.WakeError.error_code}:
+            known["acks"] = acks_of(body) or []
         return errors.rebuilt(_OF_CODE[code], (message,), known)
     if "type_name" in known:
         return errors.rebuilt(

@@ -447,7 +447,8 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the engine; taking it never waits for a worker and never changes state.
 
-    `notes` are lines that a person must know, such as why no history is kept.
+    `notes` are lines that a person must know, such as why no history is kept. `left_at` is the URL of a server whose
+    engine runs on: `closed` then says that the connection to it is.
     """
 
     model: str
@@ -457,6 +458,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageStatus, ...]
     notes: tuple[str, ...] = ()
     time_s: float = msgspec.field(default_factory=time.time)
+    left_at: str | None = None
 
 
 # ------------------------------------------------------------------------------------------- events

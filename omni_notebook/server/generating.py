@@ -48,7 +48,7 @@ async def _events(
         except OmniError as error:
             yield _event(b"error", bytes(problem(error, engine, text_only=text_only).body))
         except Exception as error:  # noqa: BLE001  (a rank in this process raises what its model raised)
-            told = RemoteWorkerError(f"{type(error).__name__}: {error}", type_name=type(error).__name__)
+            told = RemoteWorkerError(str(error) or type(error).__name__, type_name=type(error).__name__)
             yield _event(b"error", bytes(problem(told, engine).body))
 
 

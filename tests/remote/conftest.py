@@ -37,7 +37,13 @@ def shared_engine(request: pytest.FixtureRequest) -> Iterator[Contract]:
 
 @pytest.fixture
 def engine(shared_engine: Contract) -> Iterator[Contract]:
-    """The client, with all AWAKE and open before and after."""
-    asyncio.run(reset(shared_engine.embedded))
+    """The client, with all AWAKE and open and no adapters before and after."""
+    asyncio.run(_as_new(shared_engine.embedded))
     yield shared_engine
-    asyncio.run(reset(shared_engine.embedded))
+    asyncio.run(_as_new(shared_engine.embedded))
+
+
+async def _as_new(embedded: AsyncOmni) -> None:
+    await reset(embedded)
+    for lora_id in await embedded.list_loras():
+        await embedded.remove_lora(lora_id)

@@ -13,12 +13,19 @@ from omni_notebook.engine.remote.connection import Connection
 from omni_notebook.engine.remote.lora_calls import RemoteLoRACalls
 from omni_notebook.engine.remote.pumping import pumped
 from omni_notebook.errors import ArgumentError, UnsupportedError
-from omni_notebook.protocol import LoRARequest, MemoryState, is_unicode, sampling_params_from
+from omni_notebook.protocol import MemoryState, is_unicode, sampling_params_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-    from omni_notebook.protocol import EngineStatus, OmniACK, OmniRequestOutput, OmniSamplingParams, StageStatus
+    from omni_notebook.protocol import (
+        EngineStatus,
+        LoRARequest,
+        OmniACK,
+        OmniRequestOutput,
+        OmniSamplingParams,
+        StageStatus,
+    )
 
 
 class RemoteOmni(Connection, RemoteLoRACalls):
@@ -208,7 +215,6 @@ class RemoteOmni(Connection, RemoteLoRACalls):
             ServerLostError: the server went away; the request ends with its client.
             OmniError: what `AsyncOmni.generate` raises.
         """
-        named = lora_request.lora_int_id if isinstance(lora_request, LoRARequest) else lora_request
         body = {
             "prompt": _prompt(prompt),
             "request_id": uuid.uuid4().hex[:12] if request_id is None else _request_id(request_id),
@@ -216,18 +222,18 @@ class RemoteOmni(Connection, RemoteLoRACalls):
             "output_modalities": None if output_modalities is None else arguments.listed("", output_modalities),
             "admission_timeout": arguments.check_timeout(admission_timeout, "admission_timeout"),
             "timeout": arguments.check_timeout(timeout),
-            "lora_request": named,
         }
         self._check_open()
         try:
-            async for output in pumped(self._loop, lambda: self._asked(body)):
+            async for output in pumped(self._loop, lambda: self._asked(body, lora_request)):
                 yield output
         except concurrent.futures.CancelledError:
             raise self._closed() from None
 
-    async def _asked(self, body: dict[str, Any]) -> AsyncIterator[OmniRequestOutput]:
+    async def _asked(self, body: dict[str, Any], adapter: Any) -> AsyncIterator[OmniRequestOutput]:
         await self._follower.listening()
-        async for output in self._server.generate(self._line, body):
+        named = await self._named(adapter)
+        async for output in self._server.generate(self._line, {**body, "lora_request": named}):
             yield output
 
     async def abort(self, request_id: str) -> bool:
@@ -264,7 +270,7 @@ class RemoteOmni(Connection, RemoteLoRACalls):
                 )
                 raise UnsupportedError(msg)
             checked = arguments.check_version(version)
-            body = {"stage_id": stage_id, "path": os.fspath(source), "version": checked, "timeout": bound(timeout)}
+            body = {"stage_id": stage_id, "path": self._place(source), "version": checked, "timeout": bound(timeout)}
             await self._order("load of weights", "/weights", body)
 
         await self._run(run)

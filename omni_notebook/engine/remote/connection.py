@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -16,6 +17,7 @@ from omni_notebook.engine.remote.following import Follower
 from omni_notebook.engine.remote.line import Line
 from omni_notebook.engine.remote.servers import OMNI, is_here, meet
 from omni_notebook.errors import EngineClosedError, ServerLostError, UnsupportedError
+from omni_notebook.paths import expanded
 from omni_notebook.protocol import EngineStatus
 
 if TYPE_CHECKING:
@@ -132,6 +134,10 @@ class Connection:
             raise error_of(answer.status, answer.content, f"{method} {self.url}{OMNI}{path}")
         return answer
 
+    def _place(self, path: str | os.PathLike[str]) -> str:
+        """A folder as the server must name it: absolute if the machine is this one, else as it was named."""
+        return os.fspath(path) if self.host is not None else str(expanded(path).resolve())
+
     def _looked(self, look: Coroutine[Any, Any, T], tries: int = 1) -> T:
         """What a short call gives, on a loop where nothing else runs."""
         bound_s = tries * self._address.short_s + 1.0
@@ -204,4 +210,5 @@ def _ended(last: EngineStatus | None, url: str) -> EngineStatus:
         uptime_s=0.0 if last is None else last.uptime_s,
         stages=(),
         notes=(f"disconnected from {url}; the engine there runs on",),
+        left_at=url,
     )

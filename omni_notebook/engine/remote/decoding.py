@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import builtins
 import contextlib
 import io
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ def object_of(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def error_of(status: int, content: bytes, where: str) -> errors.OmniError:
+def error_of(status: int, content: bytes, where: str) -> Exception:
     """The error that a refusal stands for: class, message and attributes as they were raised on the server.
 
     Args:
@@ -58,14 +59,22 @@ def error_of(status: int, content: bytes, where: str) -> errors.OmniError:
             known["acks"] = acks_of(body) or []
         return errors.rebuilt(_OF_CODE[code], (message,), known)
     if "type_name" in known:
-        return errors.rebuilt(
-            errors.RemoteWorkerError, (message,), {"error_code": code, "remote_traceback": "", **known}
-        )
+        return _raised_there(message, known)
     error = _by_status(status, message)
     error.__dict__.update(known)
     if type(error) is errors.OmniError:
         error.error_code = code
     return error
+
+
+def _raised_there(message: str, known: dict[str, Any]) -> Exception:
+    """What a model or a library raised in a rank: an error of Python's own as that, as `AsyncOmni` raises it."""
+    kind = getattr(builtins, str(known["type_name"]), None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # one that takes more than a message
+            return kind(message)
+    given = {"error_code": known["type_name"], "remote_traceback": "", **known}
+    return errors.rebuilt(errors.RemoteWorkerError, (message,), given)
 
 
 def _by_status(status: int, message: str) -> errors.OmniError:

@@ -149,6 +149,7 @@ class Line:
     async def watched(self, what: str, timeout: float | None) -> AsyncIterator[None]:
         """A wait that ends when the server is gone, or `MARGIN_S` after the order's own bound."""
         task, dead = asyncio.current_task(), asyncio.Event()
+        bound = asyncio.timeout(None if timeout is None else timeout + MARGIN_S)
         assert task is not None  # noqa: S101  (coroutines run in tasks)
 
         async def watch() -> None:
@@ -162,14 +163,14 @@ class Line:
         watching = asyncio.create_task(watch(), name="omni-remote-watch")
         try:
             with self._working():
-                async with asyncio.timeout(None if timeout is None else timeout + MARGIN_S):
+                async with bound:
                     yield
         except asyncio.CancelledError:
             if dead.is_set() and task.uncancel() <= 0:
                 raise self.lost(what, TimeoutError(f"no answer to {MISSES} probes")) from None
             raise
-        except TimeoutError as error:
-            if timeout is None or isinstance(error, DeadlineError):
+        except TimeoutError:
+            if timeout is None or not bound.expired():
                 raise
             raise DeadlineError(self._too_long(what, timeout)) from None
         finally:

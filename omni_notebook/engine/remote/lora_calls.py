@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_notebook.engine import arguments
+from omni_notebook.engine.loras import check_lora_id, lora_request_from
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
 
@@ -23,6 +25,7 @@ class RemoteLoRACalls(ABC):
 
     _server: Server
     _line: Line
+    host: str | None
 
     @abstractmethod
     async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -39,14 +42,11 @@ class RemoteLoRACalls(ABC):
 
         async def run() -> bool:
             self._server.has("add_lora")
-            given: Any = request
-            if not isinstance(given, LoRARequest):
-                msg = f"add_lora takes a LoRARequest, not {given!r}; nothing changed"
-                raise ArgumentError(msg)
+            given = self._request(request)
             body = {
-                "lora_name": request.lora_name,
-                "lora_int_id": request.lora_int_id,
-                "lora_path": request.lora_path,
+                "lora_name": given.lora_name,
+                "lora_int_id": given.lora_int_id,
+                "lora_path": given.lora_path,
                 "stage_ids": None if stage_ids is None else arguments.listed("stage_ids", stage_ids),
                 "timeout": arguments.check_timeout(timeout),
             }
@@ -60,7 +60,7 @@ class RemoteLoRACalls(ABC):
         async def run() -> bool:
             self._server.has("remove_lora")
             arguments.check_timeout(timeout)
-            path = f"/loras/{_number(lora_int_id)}"
+            path = f"/loras/{check_lora_id(lora_int_id)}"
             return bool((await self._order("removal of an adapter", path, None, "DELETE")).body.get("removed"))
 
         return await self._run(run)
@@ -71,7 +71,7 @@ class RemoteLoRACalls(ABC):
         async def run() -> bool:
             self._server.has("pin_lora")
             arguments.check_timeout(timeout)
-            path = f"/loras/{_number(lora_int_id)}/pin"
+            path = f"/loras/{check_lora_id(lora_int_id)}/pin"
             return bool((await self._order("pinning of an adapter", path, None)).body.get("pinned"))
 
         return await self._run(run)
@@ -86,9 +86,29 @@ class RemoteLoRACalls(ABC):
 
         return await self._run(run)
 
+    async def _named(self, asked: Any) -> int | str | None:
+        """The adapter that a request names, as it goes over the wire.
 
-def _number(lora_int_id: Any) -> int:
-    if isinstance(lora_int_id, bool) or not isinstance(lora_int_id, int):
-        msg = f"lora_int_id={lora_int_id!r} is not a whole number; nothing changed"
-        raise ArgumentError(msg)
-    return lora_int_id
+        Raises:
+            ArgumentError: it is none, or the one with this number there is another; nothing was started.
+        """
+        if asked is None or isinstance(asked, str):
+            return asked
+        if hasattr(asked, "__index__") and not isinstance(asked, bool):
+            return operator.index(asked)
+        given = self._request(asked)
+        status = await self._server.status(self._line)
+        known = {lora.lora_int_id: lora for stage in status.stages for lora in stage.loras}
+        found = known.get(given.lora_int_id)
+        alike = found is not None and found.lora_name == given.lora_name
+        if found is None or not alike or (self.host is None and found.lora_path != given.lora_path):
+            titles = (f"{lora.lora_name!r} (id {lora.lora_int_id})" for lora in known.values())
+            have = ", ".join(titles) or "none; call add_lora(request)"
+            msg = f"there is no adapter {asked!r}; adapters are: {have}. Nothing was started"
+            raise ArgumentError(msg)
+        return given.lora_int_id
+
+    def _request(self, value: Any) -> LoRARequest:
+        """An adapter with its folder as the server must name it; vLLM's class will do."""
+        given = lora_request_from(value)
+        return given if self.host is None else LoRARequest(given.lora_name, given.lora_int_id, str(value.lora_path))

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import omni_notebook
 from omni_notebook.errors import OmniError
-from omni_notebook.server import control, generating, helping, openai
+from omni_notebook.server import auditing, control, generating, helping, openai
 from omni_notebook.server.answers import problem, refusal
 from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard, WordsGuard
 from omni_notebook.server.leaving import ClientGone
@@ -46,13 +46,16 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
     app.state.metrics = metrics
     app.state.listeners = control.Listeners(engine)
+    app.state.audits = auditing.Audits(engine)
     app.include_router(control.router)
     app.include_router(generating.router)
+    app.include_router(auditing.router)
     app.include_router(openai.router)
     app.get("/health", tags=["health"])(_health)
     app.head("/health", include_in_schema=False)(_health)
     app.get("/metrics", tags=["health"], response_class=PlainTextResponse)(_metrics)
     app.add_exception_handler(openai.UnknownModelError, openai.unknown_model)
+    app.add_exception_handler(auditing.EndedError, _ended)
     app.add_exception_handler(OmniError, _problem)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -96,6 +99,10 @@ def _problem(request: Request, error: Any) -> Response:
     order = path.startswith(helping.PREFIX) and path != generating.PATH
     text_only = getattr(request.state, "text_only", False)
     return problem(error, request.app.state.engine, order=order, text_only=text_only)
+
+
+def _ended(_request: Request, error: Any) -> Response:
+    return refusal(503, str(error), error.error_code, {"Connection": "close"})
 
 
 def _invalid(request: Request, error: Any) -> Response:

@@ -80,6 +80,7 @@ class Server:
         """Take no more requests, let those in progress end for `GRACE_S`, return when nothing listens."""
         self._server.should_exit = True
         self._app.state.listeners.end()
+        self._app.state.audits.end()
         if self._thread is not None:
             self._thread.join(GRACE_S + 5)
         self._socket.close()

@@ -22,7 +22,7 @@ from omni_notebook.server.leaving import ClientGone
 from omni_notebook.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from omni_notebook.server.settings import ServerSettings
     from omni_notebook.verbs.engine_api import Engine
@@ -33,15 +33,15 @@ GONE = 499
 """Nobody reads it; nginx's number for a client that closed its connection."""
 
 
-def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
-    """An application that serves this engine; it does not own it."""
+def make_app(engine: Engine, settings: ServerSettings, ended: Callable[[], None]) -> FastAPI:
+    """An application that serves this engine and does not own it; calls `ended` when the engine was shut down."""
     metrics = Metrics(engine)
     app = FastAPI(
         title="omni-notebook",
         version=omni_notebook.__version__,
         docs_url=None,
         redoc_url=None,
-        lifespan=lambda _app: _following(metrics),
+        lifespan=lambda _app: _following(metrics, ended),
     )
     app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
     app.state.metrics = metrics
@@ -83,9 +83,10 @@ async def _metrics(request: Request) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def _following(metrics: Metrics) -> AsyncIterator[None]:
-    """Count ACKs while the server runs."""
+async def _following(metrics: Metrics, ended: Callable[[], None]) -> AsyncIterator[None]:
+    """Count ACKs while the server runs, and hear of the engine's end."""
     following = asyncio.create_task(metrics.follow(), name="omni-metrics")
+    following.add_done_callback(lambda task: None if task.cancelled() or task.exception() else ended())
     await asyncio.sleep(0)  # it listens from its first step on
     try:
         yield

@@ -29,6 +29,7 @@ _MODULES = (
     "borrowing.verb",
     "jobs",
     "history",
+    "serving",
 )
 DEFAULT = "status"
 

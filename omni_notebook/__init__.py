@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.notebook.dashboard import dashboard, plot_timeline
     from omni_notebook.protocol import LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
+    from omni_notebook.server.beside import serve
     from omni_notebook.verbs.auditing.calls import audit, audit_async
     from omni_notebook.verbs.borrowing.lease import borrowed
     from omni_notebook.verbs.session import current, last_acks
@@ -46,6 +47,7 @@ __all__ = [
     "load_ipython_extension",
     "plot_reclaimed",
     "plot_timeline",
+    "serve",
     "unload_ipython_extension",
 ]
 
@@ -67,6 +69,7 @@ _HOME = {
     "last_acks": "omni_notebook.verbs.session",
     "plot_reclaimed": "omni_notebook.notebook.charts",
     "plot_timeline": "omni_notebook.notebook.dashboard",
+    "serve": "omni_notebook.server.beside",
 }
 
 

@@ -43,6 +43,7 @@ PUBLIC = [
     "last_acks",
     "plot_reclaimed",
     "plot_timeline",
+    "serve",
     "load_ipython_extension",
     "unload_ipython_extension",
 ]

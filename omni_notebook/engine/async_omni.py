@@ -274,7 +274,7 @@ class AsyncOmni(LoRACalls):
                 entry.leave()
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with a terminal output (state "aborted"); whether it was in progress."""
+        """End a request with a terminal output (state "aborted"); whether it was there, at a gate or past it."""
 
         async def run() -> bool:
             return self._core.abort(request_id)

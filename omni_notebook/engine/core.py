@@ -29,7 +29,7 @@ from omni_notebook.protocol import (
     sampling_params_from,
 )
 from omni_notebook.stages.stage import Stage
-from omni_notebook.stages.waiting import CancelToken, Deadline
+from omni_notebook.stages.waiting import CancelToken, Deadline, OrderCancelled
 from omni_notebook.transport.connector import Connector
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Core:
         self.gates = Gates(self.stages)
         self.closed = False
         self._flows: dict[str, Flow] = {}
+        self._at_gates: dict[CancelToken, str] = {}
         self._chime = Chime()
         self.loras = Loras(self.stages, self.orders, self._flows.values)
         self._started_s = time.monotonic()
@@ -212,7 +213,7 @@ class Core:
         return self._begun(ask, request) if self.gates.open_for(request.stage_ids) else None
 
     async def admit(self, ask: Ask) -> Flow:
-        """Check a request, wait at the gates, and start it.
+        """Check a request, wait at the gates, and start it; one that is aborted there has ended with that output.
 
         Raises:
             ArgumentError: prompt, id, parameters or adapter do not fit; nothing was started.
@@ -220,7 +221,16 @@ class Core:
             EngineClosedError: the engine was shut down.
         """
         request = self._checked(ask)
-        await self.gates.admit(request.stage_ids, request.wait_s)
+        token = CancelToken()
+        self._at_gates[token] = ask.request_id
+        try:
+            await self.gates.admit(request.stage_ids, request.wait_s, token)
+        except OrderCancelled:
+            flow = self._flow(ask, request)
+            flow.turn_away(request.payload)
+            return flow
+        finally:
+            del self._at_gates[token]
         self._check_id(ask.request_id)
         return self._begun(ask, request)
 
@@ -237,21 +247,23 @@ class Core:
         return _Request(params, route, payload, 0.0 if wait_s is None else wait_s)
 
     def _begun(self, ask: Ask, request: _Request) -> Flow:
-        params, route = request.params, request.route
-        adapter, lora_stages = self.loras.resolve(ask.lora_request, route)
+        adapter, lora_stages = self.loras.resolve(ask.lora_request, request.route)
+        flow = self._flow(ask, request, lora=adapter, lora_stages=lora_stages)
+        self._flows[flow.request_id] = flow
+        flow.begin(request.payload)
+        return flow
+
+    def _flow(self, ask: Ask, request: _Request, **adapted: Any) -> Flow:
+        params = request.params
         asked = Asked(
             request_id=ask.request_id,
             prompt=ask.prompt,
             params=params,
             seed=params.seed if params.seed is not None else secrets.randbits(32),
-            lora=adapter,
-            lora_stages=lora_stages,
+            **adapted,
         )
         ring = functools.partial(self._chime.ring, ask.bell)
-        flow = Flow(asked, route, ring=ring, on_event=self.hub.push, on_end=self._forget)
-        self._flows[flow.request_id] = flow
-        flow.begin(request.payload)
-        return flow
+        return Flow(asked, request.route, ring=ring, on_event=self.hub.push, on_end=self._forget)
 
     def _forget(self, flow: Flow) -> None:
         self._flows.pop(flow.request_id, None)
@@ -277,9 +289,12 @@ class Core:
         return self.stages[: max(kinds.index(m) for m in wanted) + 1]
 
     def abort(self, request_id: str) -> bool:
-        """End one request with a terminal output; whether it was in progress."""
+        """End one request with a terminal output; whether it was in progress, or waited at a gate."""
+        waiting = [token for token, name in self._at_gates.items() if name == request_id]
+        for token in waiting:
+            token.cancel()
         flow = self._flows.get(request_id)
-        return flow is not None and flow.stage.abort(request_id)
+        return (flow is not None and flow.stage.abort(request_id)) or bool(waiting)
 
     def abandon(self, flow: Flow) -> None:
         """End a request whose client went away; another one of the same id is not its."""

@@ -84,8 +84,16 @@ class Flow:
 
     def begin(self, payload: Any) -> None:
         """Enter the stage that it is at."""
+        self._tell(RequestState.WAITING)
+        self.stage.add(self._request(payload))
+
+    def turn_away(self, payload: Any) -> None:
+        """End it as aborted before it has entered a stage."""
+        self._request(payload).end(RequestState.ABORTED)
+
+    def _request(self, payload: Any) -> StageRequest:
         stage = self.stage
-        request = StageRequest(
+        return StageRequest(
             request_id=self.request_id,
             seed=self._asked.seed,
             params=self._asked.params,
@@ -95,8 +103,6 @@ class Flow:
             feeds_next=self.at + 1 < len(self.route),
             lora=self._lora(stage),
         )
-        self._tell(RequestState.WAITING)
-        stage.add(request)
 
     def _progress(self, share: float) -> None:
         if not self.ended:

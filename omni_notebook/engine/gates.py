@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni_notebook.stages.stage import Stage
+    from omni_notebook.stages.waiting import CancelToken
 
 _MOVING = frozenset({MemoryState.FALLING_ASLEEP, MemoryState.WAKING})
 
@@ -41,13 +42,14 @@ class Gates:
         awake = all(self._stages[number].state == MemoryState.AWAKE for number in route)
         return awake and not self.paused and not self.closed
 
-    async def admit(self, route: Sequence[int], timeout_s: float) -> None:
+    async def admit(self, route: Sequence[int], timeout_s: float, token: CancelToken) -> None:
         """Return once both gates are open; no await lies between the look and the return.
 
         Raises:
             PausedError, AsleepError: still closed after `timeout_s` (0 = do not wait).
             NeedsWeightsError, StageFailedError: waiting would not help.
             EngineClosedError: the engine was shut down.
+            OrderCancelled: `token` was cancelled while it waited.
         """
         error = self._closed_by(route)
         if error is None:
@@ -55,7 +57,7 @@ class Gates:
         self._raise_if_final(error)
         self.waiting.update(route)
         try:
-            opened = await self._changed.until(lambda: self._settled(route), Deadline(timeout_s))
+            opened = await self._changed.until(lambda: self._settled(route), Deadline(timeout_s), token)
         finally:
             self.waiting.subtract(route)
         error = self._closed_by(route)

@@ -15,14 +15,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import omni_notebook
 from omni_notebook.errors import OmniError
-from omni_notebook.server import control, generating, helping, openai
+from omni_notebook.server import auditing, control, generating, helping, openai
 from omni_notebook.server.answers import problem, refusal
 from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard, LeaveGuard, WordsGuard
 from omni_notebook.server.leaving import ClientGone
 from omni_notebook.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from omni_notebook.server.settings import ServerSettings
     from omni_notebook.verbs.engine_api import Engine
@@ -33,26 +33,29 @@ GONE = 499
 """Nobody reads it; nginx's number for a client that closed its connection."""
 
 
-def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
-    """An application that serves this engine; it does not own it."""
+def make_app(engine: Engine, settings: ServerSettings, ended: Callable[[], None]) -> FastAPI:
+    """An application that serves this engine and does not own it; calls `ended` when the engine was shut down."""
     metrics = Metrics(engine)
     app = FastAPI(
         title="omni-notebook",
         version=omni_notebook.__version__,
         docs_url=None,
         redoc_url=None,
-        lifespan=lambda _app: _following(metrics),
+        lifespan=lambda _app: _following(metrics, ended),
     )
     app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
     app.state.metrics = metrics
     app.state.listeners = control.Listeners(engine)
+    app.state.audits = auditing.Audits(engine)
     app.include_router(control.router)
     app.include_router(generating.router)
+    app.include_router(auditing.router)
     app.include_router(openai.router)
     app.get("/health", tags=["health"])(_health)
     app.head("/health", include_in_schema=False)(_health)
     app.get("/metrics", tags=["health"], response_class=PlainTextResponse)(_metrics)
     app.add_exception_handler(openai.UnknownModelError, openai.unknown_model)
+    app.add_exception_handler(auditing.EndedError, _ended)
     app.add_exception_handler(OmniError, _problem)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -81,9 +84,10 @@ async def _metrics(request: Request) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def _following(metrics: Metrics) -> AsyncIterator[None]:
-    """Count ACKs while the server runs."""
+async def _following(metrics: Metrics, ended: Callable[[], None]) -> AsyncIterator[None]:
+    """Count ACKs while the server runs, and hear of the engine's end."""
     following = asyncio.create_task(metrics.follow(), name="omni-metrics")
+    following.add_done_callback(lambda task: None if task.cancelled() or task.exception() else ended())
     await asyncio.sleep(0)  # it listens from its first step on
     try:
         yield
@@ -97,6 +101,10 @@ def _problem(request: Request, error: Any) -> Response:
     order = path.startswith(helping.PREFIX) and path != generating.PATH
     text_only = getattr(request.state, "text_only", False)
     return problem(error, request.app.state.engine, order=order, text_only=text_only)
+
+
+def _ended(_request: Request, error: Any) -> Response:
+    return refusal(503, str(error), error.error_code, {"Connection": "close"})
 
 
 def _invalid(request: Request, error: Any) -> Response:

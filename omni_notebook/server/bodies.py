@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from omni_notebook.protocol import OmniSamplingParams, is_unicode
+from omni_notebook.verbs.auditing.plan import MAX_CYCLES, PROMPT, SEED
 
 Seconds = Annotated[float, Field(ge=0.001, le=86_400, allow_inf_nan=False, description="seconds")]
 StageIds = Annotated[list[int] | None, Field(min_length=1, fail_fast=True, description="stages; null: all of them")]
@@ -156,6 +157,27 @@ class GenerateBody(Body):
             "admission_timeout": self.admission_timeout,
             "lora_request": self.lora_request,
         }
+
+
+class AuditBody(Body):
+    """`POST /v1/omni/audit`."""
+
+    stage_ids: StageIds = None
+    level: Literal[1, 2] = 1
+    prompt: Text = PROMPT
+    seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None
+    sampling_params: Sampling | None = None
+    cycles: Annotated[int, Field(ge=1, le=MAX_CYCLES)] = 1
+    probe_bytes: Annotated[
+        int | None, Field(ge=0, lt=2**63, description="memory to take while they sleep, as a trainer would")
+    ] = None
+
+    def wishes(self) -> dict[str, Any]:
+        """Those of an audit's plan; the seed may stand in either place."""
+        sampling = {} if self.sampling_params is None else self.sampling_params.given()
+        seed = sampling.pop("seed", SEED) if self.seed is None else self.seed
+        known = {"level": self.level, "prompt": self.prompt, "cycles": self.cycles}
+        return {**known, "seed": seed, "sampling": sampling}
 
 
 class ExtraBody(Body):

@@ -40,14 +40,26 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"\bcall (?=POST |DELETE )", "send "),
     (r"\bCall (?=POST |DELETE )", "Send "),
     (r" \(admission_timeout\)", " (?wait=SECONDS)"),
+    (r"%omni abort them", f"end them with POST {PREFIX}/abort"),
+    (r"%omni status", f"GET {PREFIX}/status"),
+    (r"%omni restart (\d+)", rf'POST {PREFIX}/restart {{"stage_id": \1}}'),
+    (r"%omni weights (\d+) FOLDER", rf'POST {PREFIX}/weights {{"stage_id": \1, "path": "FOLDER"}}'),
 )
+_WITH_STAGES = re.compile(r"%omni (wake|resume)\b((?: \d+)*)")
+"""An audit speaks of verbs: `%omni wake 0 1`."""
 
 
 def in_requests(text: str) -> str:
     """A message of the engine with the requests that do what its Python calls do."""
     for pattern, request in _CALLS:
         text = re.sub(pattern, request, text)
-    return text
+    return _WITH_STAGES.sub(_with_stages, text)
+
+
+def _with_stages(verb: re.Match[str]) -> str:
+    order = {"wake": "wakeup"}.get(verb[1], verb[1])
+    body = f' {{"stage_ids": [{", ".join(verb[2].split())}]}}' if verb[2] else ""
+    return f"POST {PREFIX}/{order}{body}"
 
 
 def requests_that_help(status: EngineStatus, *, text_only: bool = False) -> list[dict[str, Any]]:

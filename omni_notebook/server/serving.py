@@ -24,7 +24,7 @@ GRACE_S = 10
 
 
 class Server:
-    """Serves an engine until `stop`; the engine stays as it is.
+    """Serves an engine until `stop`, which leaves the engine as it is, or until the engine is shut down.
 
     Raises:
         ConfigError: the address is taken or not this machine's; nothing listens.
@@ -34,7 +34,7 @@ class Server:
         self.settings = settings
         self._socket = listen(settings) if listening is None else listening
         self.port: int = self._socket.getsockname()[1]
-        self._app = make_app(engine, settings)
+        self._app = make_app(engine, settings, self._end)
         config = uvicorn.Config(
             self._app,
             http=watched_protocol(settings.patience_s),
@@ -54,6 +54,11 @@ class Server:
         """Where it listens."""
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
         return f"http://{host}:{self.port}"
+
+    @property
+    def running(self) -> bool:
+        """Whether it answers."""
+        return self._thread is not None and self._thread.is_alive() and not self._server.should_exit
 
     def start(self) -> None:
         """Serve on a thread of its own; returns once it answers.
@@ -78,11 +83,15 @@ class Server:
 
     def stop(self) -> None:
         """Take no more requests, let those in progress end for `GRACE_S`, return when nothing listens."""
-        self._server.should_exit = True
-        self._app.state.listeners.end()
+        self._end()
         if self._thread is not None:
             self._thread.join(GRACE_S + 5)
         self._socket.close()
+
+    def _end(self) -> None:
+        self._server.should_exit = True
+        self._app.state.listeners.end()
+        self._app.state.audits.end()
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, field
 
 from omni_notebook.errors import ConfigError
+from omni_notebook.verbs.serving import PORT
 
-PORT = 8000
 _VISIBLE = re.compile(r"[!-~]+")
 BODY_BYTES = 4 * 1024 * 1024
 REQUEST_S = 600.0

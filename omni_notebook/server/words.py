@@ -6,11 +6,10 @@ import argparse
 import os
 
 from omni_notebook.errors import ArgumentError
-from omni_notebook.server.settings import PORT
 from omni_notebook.verbs.lifecycle import add_stage_options
 from omni_notebook.verbs.parsing import CommandParser
+from omni_notebook.verbs.serving import KEY_VARIABLE, PORT
 
-KEY_VARIABLE = "OMNI_NOTEBOOK_API_KEY"
 _END = f"""\
 The model is demo, a pipeline file or a model folder. Listens on 127.0.0.1; another --host needs a key, which
 {KEY_VARIABLE} may hold instead of --api-key. Ctrl-C or SIGTERM: requests in progress end, then memory goes back."""

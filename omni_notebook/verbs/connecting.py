@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.lifecycle import make_room
 from omni_notebook.verbs.registry import verb
+from omni_notebook.verbs.serving import KEY_VARIABLE
 from omni_notebook.verbs.session import CANCEL_GRACE_S, Session
 from omni_notebook.verbs.waits import in_thread
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.parsing import VerbParser
-
-KEY_VARIABLE = "OMNI_NOTEBOOK_API_KEY"
 
 
 @verb

@@ -16,6 +16,7 @@ from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.look import NOTHING_RUNS
 from omni_notebook.verbs.parsing import STAGE, VerbParser, seconds, size, stages
 from omni_notebook.verbs.registry import verb
+from omni_notebook.verbs.serving import end_server
 from omni_notebook.verbs.session import CANCEL_GRACE_S, Session
 from omni_notebook.verbs.waits import in_thread
 
@@ -253,11 +254,11 @@ def _shut_down(session: Session, engine: Engine) -> None:
     future = None
     try:
         with interrupts_held():
-            future = in_thread(engine.shutdown, "omni-stop")
+            future = in_thread(lambda: _end(engine), "omni-stop")
         session.frontend.wait(future, None, None)
     except KeyboardInterrupt:
         with contextlib.suppress(TimeoutError):
-            (future or in_thread(engine.shutdown, "omni-stop")).result(CANCEL_GRACE_S)
+            (future or in_thread(lambda: _end(engine), "omni-stop")).result(CANCEL_GRACE_S)
         if engine.url is not None:
             msg = f"interrupted too late: disconnected; {_runs_on(engine)}"
             raise InterruptedVerb(msg) from None
@@ -272,6 +273,12 @@ def _runs_on(engine: Engine) -> str:
     """What becomes of an engine on a server when this session leaves it."""
     where = f" ({engine.host})" if engine.host is not None and engine.host != engine.url else ""
     return f"the engine at {engine.url}{where} runs on, %omni connect {engine.url} connects again"
+
+
+def _end(engine: Engine) -> None:
+    """The engine first: its end is that of every request, so that its server has none to wait for."""
+    engine.shutdown()
+    end_server(engine)
 
 
 def _given_back(before: EngineStatus) -> str:

@@ -30,6 +30,7 @@ _MODULES = (
     "borrowing.verb",
     "jobs",
     "history",
+    "serving",
 )
 DEFAULT = "status"
 

@@ -17,7 +17,7 @@ from omni_notebook.errors import (
     PausedError,
     StageFailedError,
 )
-from omni_notebook.protocol import OmniSamplingParams
+from omni_notebook.protocol import OmniSamplingParams, RequestEvent
 from tests.engine.engine_helpers import PROMPT, collect, fault, golden, slow, until
 
 if TYPE_CHECKING:
@@ -184,6 +184,53 @@ def test_a_closed_gate_holds_requests_until_it_opens_and_counts_them(engine: Asy
         await engine.wake_up([0])
         assert all([(await h)[-1].images for h in held])
         assert engine.status().stages[0].waiting_at_gate == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("closed", ["asleep", "paused"])
+def test_a_request_that_is_aborted_at_a_gate_ends_with_that_output_and_never_runs(
+    engine: AsyncOmni, closed: str
+) -> None:
+    async def run() -> None:
+        if closed == "asleep":
+            await engine.sleep([1])
+        else:
+            await engine.pause_generation("keep", [1])
+        events = engine.subscribe()
+        known = {"request_id": "held", "sampling_params": {"seed": 7}}
+        held, other = asyncio.create_task(collect(engine, **known)), asyncio.create_task(collect(engine))
+        await until(lambda: engine.status().stages[1].waiting_at_gate == 2)
+        assert await engine.abort("held")
+        (output,) = await held
+        assert (output.request_id, output.state, output.finished) == ("held", "aborted", True)
+        assert (output.stage_id, output.final_output_type, output.images) == (0, "image", [])
+        assert output.outputs[0].finish_reason == "abort"
+        assert output.metrics["seed"] == 7
+        assert not await engine.abort("held")
+        assert [s.waiting_at_gate for s in engine.status().stages] == [1, 1]
+        await engine.wake_up()
+        await engine.resume_generation()
+        assert (await other)[-1].images
+        assert (await collect(engine, **known))[-1].images
+        events.close()
+        states = [e.state async for e in events if isinstance(e, RequestEvent) and e.request_id == "held"]
+        assert states[:2] == ["aborted", "waiting"]
+        assert states[-1] == "finished"
+
+    asyncio.run(run())
+
+
+def test_an_abort_ends_all_that_have_its_id_at_a_gate_and_past_it(engine: AsyncOmni) -> None:
+    async def run() -> None:
+        await engine.sleep([1])
+        at_gates = [asyncio.create_task(collect(engine, request_id="same")) for _ in range(2)]
+        await until(lambda: engine.status().stages[1].waiting_at_gate == 2)
+        with slow(engine, 0, 0.2):
+            text = asyncio.create_task(collect(engine, request_id="same", output_modalities="text"))
+            await until(lambda: engine.status().stages[0].running)
+            assert await engine.abort("same")
+            assert [(await one)[-1].state for one in (*at_gates, text)] == ["aborted"] * 3
 
     asyncio.run(run())
 

@@ -162,6 +162,35 @@ def test_a_client_that_leaves_ends_its_request(server: Server, engine: AsyncOmni
     )
 
 
+def test_an_abort_ends_what_waits_at_a_gate_whatever_asked_for_it(http: httpx.Client, engine: AsyncOmni) -> None:
+    asyncio.run(engine.sleep([0]))
+    chat = {"messages": [{"role": "user", "content": PROMPT}]}
+
+    async def scenario() -> list[Any]:
+        asks = [
+            asyncio.to_thread(generated, http, prompt=PROMPT, admission_timeout=60, request_id="a"),
+            asyncio.to_thread(
+                http.post,
+                "/v1/images/generations?wait=60",
+                json={"prompt": PROMPT, "n": 2},
+                headers={"X-Request-Id": "b"},
+            ),
+            asyncio.to_thread(http.post, "/v1/chat/completions?wait=60", json=chat, headers={"X-Request-Id": "c"}),
+        ]
+        asking = [asyncio.create_task(one) for one in asks]
+        await until(lambda: engine.status().stages[0].waiting_at_gate == 3)
+        for name in "abc":
+            answer = await asyncio.to_thread(http.post, "/v1/omni/abort", json={"request_id": name})
+            assert answer.json() == {"status": "SUCCESS", "found": True}
+        return [await one for one in asking]
+
+    ours, images, text = asyncio.run(scenario())
+    assert [(kind, output["state"], output["finished"]) for kind, output in ours] == [("output", "aborted", True)]
+    assert (images.status_code, images.json()["error"]["code"]) == (409, "ABORTED")
+    assert (text.status_code, text.json()["choices"][0]["finish_reason"]) == (200, "abort")
+    assert engine.status().stages[0].waiting_at_gate == 0
+
+
 def test_an_abort_is_the_last_output(http: httpx.Client, engine: AsyncOmni) -> None:
     async def scenario() -> list[tuple[str, dict[str, Any]]]:
         body = {"prompt": PROMPT, "sampling_params": LONG, "request_id": "ended"}

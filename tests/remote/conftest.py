@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
-from tests.engine.conftest import faulty_workers
+from tests.engine.conftest import faulty_workers, other_weights
 from tests.engine.engine_helpers import reset
 from tests.remote.served import Contract, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["faulty_workers"]
+__all__ = ["faulty_workers", "other_weights"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -60,14 +60,14 @@ class Address:
 
 def _checked(url: Any) -> str:
     """The URL; `host:8000` is `http://host:8000`."""
-    text = url.strip().rstrip("/") if isinstance(url, str) else ""
-    text = text if "://" in text else f"http://{text}"
+    text = url.strip() if isinstance(url, str) else ""
+    text = (text if "://" in text else f"http://{text}").rstrip("/")
     try:
         parsed = httpx.URL(text)
     except (httpx.InvalidURL, UnicodeError) as error:
         msg = f"{url!r} is no URL: {error}; {_NOTHING}"
         raise ArgumentError(msg) from None
-    if parsed.scheme not in {"http", "https"} or not parsed.host:
+    if parsed.scheme not in {"http", "https"} or not parsed.host or not _VISIBLE.fullmatch(text):
         msg = f"{url!r} is no URL of a server, such as http://host:8000; {_NOTHING}"
         raise ArgumentError(msg)
     if parsed.userinfo or parsed.query or parsed.fragment:

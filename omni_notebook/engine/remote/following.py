@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 15.0
+STEADY_S = 30.0
+"""A stream that lasted this long was one: the next wait is the first again."""
 AGAIN = "the connection is there again; what happened meanwhile was not heard"
 FOUND = "found so when the connection was there again"
 _OK = 200
@@ -67,12 +69,15 @@ class Follower:
         """Until nobody listens; between two tries twice as long as before."""
         try:
             while self._hub.heard:
+                began_s = time.monotonic()
                 try:
                     why = await self._listen()
                 except EngineClosedError:
                     return
                 except OmniError as error:
                     why = str(error)
+                if time.monotonic() - began_s > STEADY_S:
+                    self._wait_s = FIRST_WAIT_S
                 if why is not None:
                     self._broke(why)
                     await asyncio.sleep(self._wait_s)
@@ -126,5 +131,5 @@ class Follower:
             for stage_id, place in self._places.items():
                 if before.get(stage_id) != place:
                     self._hub.push(StateEvent(time.time(), stage_id, *place, reason=FOUND))
-        self._broken, self._wait_s = False, FIRST_WAIT_S
+        self._broken = False
         self._tried.set()

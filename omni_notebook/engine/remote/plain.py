@@ -93,8 +93,8 @@ class Plain:
             self.has("sleep with a mode")
         if body["level"] == 2 and not body.get("discard"):
             msg = (
-                "vLLM-Omni's servers can not wake from level 2 (not implemented in 0.30): use level 1, or "
-                "sleep(..., discard=True) (magic: --discard) if the weights may be lost. Nothing changed"
+                f"stage {ids[0]} could not be woken: vLLM-Omni's servers have no way back from level 2 (0.30). Use "
+                "level 1, or sleep(..., discard=True) (magic: --discard) if the weights may be lost. Nothing changed"
             )
             raise UnsupportedError(msg)
         sent = {"stage_ids": ids, "level": body["level"]}

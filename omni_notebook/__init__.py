@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omni_notebook.config import PipelineConfig, StageConfig
     from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.engine.history import history
+    from omni_notebook.engine.remote.client import RemoteOmni
     from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.notebook.dashboard import dashboard, plot_timeline
     from omni_notebook.protocol import LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
@@ -32,6 +33,7 @@ __all__ = [
     "OmniRequestOutput",
     "OmniSamplingParams",
     "PipelineConfig",
+    "RemoteOmni",
     "StageConfig",
     "__version__",
     "audit",
@@ -56,6 +58,7 @@ _HOME = {
     "OmniRequestOutput": "omni_notebook.protocol",
     "OmniSamplingParams": "omni_notebook.protocol",
     "PipelineConfig": "omni_notebook.config",
+    "RemoteOmni": "omni_notebook.engine.remote.client",
     "StageConfig": "omni_notebook.config",
     "audit": "omni_notebook.verbs.auditing.calls",
     "audit_async": "omni_notebook.verbs.auditing.calls",

@@ -20,6 +20,7 @@
     ├── RemoteWorkerError         a rank's process raised an error of a class that is not known here; `.type_name`
     ├── LedgerError               the file that keeps the history can not be used; it was left as it is
     ├── PeerLostError             a rank lost the others of its tensor-parallel group; restart the stage
+    ├── ServerLostError           a server does not answer (also a ConnectionError); says what may go on there
     └── EngineClosedError         the engine was shut down
 
 Why so many: a notebook user reads the message, a training loop catches the class. A class exists where a
@@ -200,6 +201,12 @@ class PeerLostError(OmniError):
     """A rank of the tensor-parallel group died, failed or stopped answering; this rank has left the group for good."""
 
     error_code = "PEER_LOST"
+
+
+class ServerLostError(OmniError, ConnectionError):
+    """A server can not be reached, or went away before it had answered; says whether an order may go on there."""
+
+    error_code = "SERVER_LOST"
 
 
 class EngineClosedError(OmniError):

@@ -62,6 +62,10 @@ class AckStatus(StrEnum):
     ERROR = "ERROR"
 
 
+ROLLED_BACK = "ROLLED_BACK"
+"""The `error_code` of a rank that could, and went back because another one failed."""
+
+
 class RequestState(StrEnum):
     """Where a request is; the last three are terminal."""
 
@@ -447,7 +451,8 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the engine; taking it never waits for a worker and never changes state.
 
-    `notes` are lines that a person must know, such as why no history is kept.
+    `notes` are lines that a person must know, such as why no history is kept. `left_at` is the URL of a server whose
+    engine runs on: `closed` then says that the connection to it is.
     """
 
     model: str
@@ -457,6 +462,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageStatus, ...]
     notes: tuple[str, ...] = ()
     time_s: float = msgspec.field(default_factory=time.time)
+    left_at: str | None = None
 
 
 # ------------------------------------------------------------------------------------------- events
@@ -503,4 +509,12 @@ class RequestEvent(msgspec.Struct, frozen=True, tag="request"):
     progress: float | None = None
 
 
-Event = AckEvent | StateEvent | MemoryEvent | RequestEvent
+class LinkEvent(msgspec.Struct, frozen=True, tag="link"):
+    """The way to an engine on a server broke, or is there again: what happened between the two was not heard."""
+
+    time_s: float
+    connected: bool
+    reason: str = ""
+
+
+Event = AckEvent | StateEvent | MemoryEvent | RequestEvent | LinkEvent

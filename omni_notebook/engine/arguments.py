@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.paths import expanded
-from omni_notebook.protocol import MemoryState, PauseMode, is_unicode
+from omni_notebook.protocol import PauseMode, is_unicode
 from omni_notebook.stages.tensor_source import TensorSource
 
 if TYPE_CHECKING:
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from omni_notebook.stages.stage import Stage
 
 LEVELS = (1, 2)
-
-
-def in_words(state: MemoryState, level: int | None) -> str:
-    """`ASLEEP (level 2)`, `AWAKE`."""
-    return f"{state} (level {level})" if state == MemoryState.ASLEEP and level else str(state)
 
 
 def pick_stages(stages: Sequence[Stage], stage_ids: Sequence[int] | int | None) -> list[Stage]:

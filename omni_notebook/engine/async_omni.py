@@ -48,6 +48,11 @@ class AsyncOmni(LoRACalls):
         UnsupportedError: not in this release or on this platform.
     """
 
+    url: str | None = None
+    """Where a server answers for it; None: it is in this process."""
+    host: str | None = None
+    """The machine of its ranks; None: this one."""
+
     def __init__(
         self,
         model: str | os.PathLike[str] = "demo",

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, Self
 
 from omni_notebook.engine.loop import Bell
-from omni_notebook.protocol import AckEvent, Event, StateEvent
+from omni_notebook.protocol import AckEvent, Event, LinkEvent, StateEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ class Subscription:
     def push(self, event: Event) -> None:
         """Take an event, from any thread."""
         with self._lock:
-            queue = self._facts if isinstance(event, AckEvent | StateEvent) else self._samples
+            queue = self._facts if isinstance(event, AckEvent | StateEvent | LinkEvent) else self._samples
             queue.append((self._count, event))
             self._count += 1
         self._bell.ring()
@@ -112,6 +112,11 @@ class EventHub:
             self._record(event)
         for subscription in self._everyone():
             subscription.push(event)
+
+    @property
+    def heard(self) -> bool:
+        """Whether anyone listens."""
+        return bool(self._everyone())
 
     def close(self) -> None:
         """End every subscription."""

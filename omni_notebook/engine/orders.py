@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_notebook.engine import residual
-from omni_notebook.engine.arguments import in_words
+from omni_notebook.engine.answers import failure
 from omni_notebook.engine.pausing import check_pausable
 from omni_notebook.errors import DeadlineError, PauseError, SleepError, StageBusyError, WakeError
 from omni_notebook.protocol import AckEvent, MemoryEvent, PauseMode, PauseState, SleepTask, WakeTask
 from omni_notebook.stages import transitions, weights
 from omni_notebook.stages.state_table import Action, Order, decide, refusal
-from omni_notebook.stages.transitions import Context, RolledBackError
+from omni_notebook.stages.transitions import Context
 from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Orders:
 
         acks = await self._on_all(stages, check, run, deadline, answered)
         if strict and not all(ack.ok for ack in acks):
-            raise SleepError(_failure("sleep", acks, stages), acks)
+            raise SleepError(failure("sleep", acks, stages), acks)
         return acks
 
     # ------------------------------------------------------------------------------------ wake
@@ -95,7 +95,7 @@ class Orders:
 
         acks = await self._on_all(stages, lambda stage: self._check(stage, order, pause=False), run, deadline, answered)
         if strict and not all(ack.ok for ack in acks):
-            raise WakeError(_failure("wake", acks, stages), acks)
+            raise WakeError(failure("wake", acks, stages), acks)
         return acks
 
     # --------------------------------------------------------------------------------- weights
@@ -323,11 +323,3 @@ def _flatten(results: Sequence[list[OmniACK] | BaseException]) -> list[OmniACK]:
             raise result
         acks.extend(result)
     return acks
-
-
-def _failure(order: str, acks: Sequence[OmniACK], stages: Sequence[Stage]) -> str:
-    wrong = [ack for ack in acks if not ack.ok]
-    states = ", ".join(f"stage {s.stage_id} is {in_words(s.state, s.level)}" for s in stages)
-    first = next((ack for ack in wrong if ack.metadata["error_code"] != RolledBackError.error_code), wrong[0])
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return f"{order} failed: stage {first.stage_id} {first.error_msg}{more}. Now: {states}; all answers are in .acks"

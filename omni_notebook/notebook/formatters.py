@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.errors import OmniError
 from omni_notebook.notebook.history import history_bundle
 from omni_notebook.notebook.html import as_html
 from omni_notebook.notebook.results import generation_bundle, status_bundle
@@ -27,6 +28,14 @@ def engine_bundle(engine: Engine) -> dict[str, Any]:
     return status_bundle(engine.status())
 
 
+def remote_bundle(engine: Engine) -> dict[str, Any]:
+    """An engine on a server shows as its status, or as where it is and why nothing more is known."""
+    try:
+        return engine_bundle(engine)
+    except OmniError as error:
+        return {"text/plain": f"{engine!r}: {error}"}
+
+
 def audit_bundle(result: AuditResult) -> dict[str, Any]:
     """An audit shows as its report."""
     from omni_notebook.notebook import audits  # noqa: PLC0415  (loaded when there is one)
@@ -47,6 +56,7 @@ def jobs_bundle(jobs: JobList) -> dict[str, Any]:
 _BY_NAME: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
     ("omni_notebook.protocol", "EngineStatus"): status_bundle,
     ("omni_notebook.engine.async_omni", "AsyncOmni"): engine_bundle,
+    ("omni_notebook.engine.remote.client", "RemoteOmni"): remote_bundle,
     ("omni_notebook.engine.history", "History"): history_bundle,
     ("omni_notebook.verbs.generating", "Generation"): generation_bundle,
     ("omni_notebook.verbs.auditing.result", "AuditResult"): audit_bundle,

@@ -17,7 +17,7 @@ import omni_notebook
 from omni_notebook.errors import OmniError
 from omni_notebook.server import auditing, control, generating, helping, openai
 from omni_notebook.server.answers import problem, refusal
-from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard, WordsGuard
+from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard, LeaveGuard, WordsGuard
 from omni_notebook.server.leaving import ClientGone
 from omni_notebook.server.metrics import Metrics
 
@@ -67,6 +67,7 @@ def make_app(engine: Engine, settings: ServerSettings, ended: Callable[[], None]
     else:
         app.add_middleware(KeyGuard, key=settings.api_key)
     app.add_middleware(EndGuard)
+    app.add_middleware(LeaveGuard)
     app.add_middleware(WordsGuard)
     return app
 

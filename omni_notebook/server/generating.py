@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import StreamingResponse
 
-from omni_notebook.errors import OmniError
+from omni_notebook.errors import OmniError, RemoteWorkerError
 from omni_notebook.protocol import OmniRequestOutput
 from omni_notebook.server.answers import problem
 from omni_notebook.server.bodies import GenerateBody
@@ -47,6 +47,9 @@ async def _events(
                 yield _event(b"output", _encoded(output))
         except OmniError as error:
             yield _event(b"error", bytes(problem(error, engine, text_only=text_only).body))
+        except Exception as error:  # noqa: BLE001  (a rank in this process raises what its model raised)
+            told = RemoteWorkerError(str(error) or type(error).__name__, type_name=type(error).__name__)
+            yield _event(b"error", bytes(problem(told, engine).body))
 
 
 def _encoded(output: OmniRequestOutput) -> bytes:

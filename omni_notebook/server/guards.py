@@ -56,6 +56,69 @@ class WordsGuard:
         await self._app(scope, receive, send)
 
 
+class LeaveGuard:
+    """With the header `X-Omni-Leave: cancel` an order is called off when its client leaves, as a cancelled call is.
+
+    Without it an order that was taken goes on: a client of one line of curl may be gone before it is done.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and watch the client of an order once its body was read."""
+        asked = _header(scope, b"x-omni-leave").lower() == b"cancel" if scope["type"] == "http" else False
+        if not asked or scope["method"] == "GET":
+            await self._app(scope, receive, send)
+            return
+        stay = _Stay(receive, send)
+        work = asyncio.ensure_future(self._app(scope, stay.receive, stay.send))
+        watching = asyncio.ensure_future(stay.gone())
+        try:
+            await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()
+
+
+class _Stay:
+    """A client that is there until it leaves or has its answer; one reader at a time asks for its messages."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._whole, self._gone = asyncio.Event(), asyncio.Event()
+        self._answered = False
+
+    async def receive(self) -> Message:
+        """The body; after it nothing until the client leaves."""
+        if self._whole.is_set():
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        if not message.get("more_body", False):
+            self._whole.set()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass on."""
+        self._answered |= message["type"] == "http.response.body" and not message.get("more_body", False)
+        await self._send(message)
+
+    async def gone(self) -> None:
+        """Return when the client has left before its answer was complete."""
+        await self._whole.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone.set()
+        if self._answered:
+            await asyncio.Event().wait()
+
+
 class HostGuard:
     """Answers only requests that call this server by one of its names: a page of someone else's must not reach it."""
 

@@ -13,7 +13,7 @@ import msgspec
 
 from omni_notebook.errors import DeadlineError, OmniError, WorkerDiedError
 from omni_notebook.memory.base import TransitionCancelledError
-from omni_notebook.protocol import MemoryState, OmniACK, PauseMode, SleepTask, WakeTask
+from omni_notebook.protocol import ROLLED_BACK, MemoryState, OmniACK, PauseMode, SleepTask, WakeTask
 from omni_notebook.stages.quiesce import quiesce
 from omni_notebook.stages.stage import first_error
 from omni_notebook.stages.state_table import Action, Order, decide
@@ -38,7 +38,7 @@ ABORT_S = 5.0
 class RolledBackError(OmniError):
     """A rank may not stay where it is, because another one failed."""
 
-    error_code = "ROLLED_BACK"
+    error_code = ROLLED_BACK
 
 
 @dataclass(slots=True, frozen=True)

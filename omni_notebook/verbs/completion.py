@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from omni_notebook.errors import ServerLostError
 from omni_notebook.paths import expanded
 from omni_notebook.verbs.parsing import FOLDER, LORA, STAGE, TAG, VERB
 from omni_notebook.verbs.registry import parser_for, verbs
@@ -93,9 +94,11 @@ def _values(session: Session, action: argparse.Action) -> list[str]:
         return [str(choice) for choice in action.choices]
     if action.metavar == VERB:
         return list(verbs())
-    status = session.running.status() if session.running else None
     found = _OF_THE_ENGINE.get(str(action.metavar))
-    return [] if status is None or found is None else found(status)
+    with contextlib.suppress(ServerLostError):  # no words, then
+        engine = None if found is None else session.running
+        return [] if engine is None or found is None else found(engine.status())
+    return []
 
 
 _OF_THE_ENGINE: dict[str, Callable[[EngineStatus], list[str]]] = {

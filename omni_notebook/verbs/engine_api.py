@@ -26,6 +26,14 @@ class Subscription(Protocol):
 class Engine(Protocol):
     """The part of `AsyncOmni` that verbs call; the coroutines run through `submit`."""
 
+    @property
+    def url(self) -> str | None:
+        """The server that answers for it; None: it is in this process."""
+
+    @property
+    def host(self) -> str | None:
+        """The machine that its ranks are on; None: this one."""
+
     async def sleep(
         self,
         stage_ids: list[int] | None = None,
@@ -113,3 +121,10 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Give everything back."""
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine with a `url`: what must be done beside its ranks is done there."""
+
+    async def audit_there(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Audit it there; `body` and answer as `POST /v1/omni/audit` has them."""

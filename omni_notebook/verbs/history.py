@@ -44,6 +44,11 @@ class History:
         """The ACKs; files are written before they are shown."""
         found = read(args, None if args.stage is None else _one_stage(session, args.stage))
         session.store(args.out, found)
+        engine = session.attached
+        if engine is not None and engine.host is not None:
+            session.frontend.write(
+                f"this machine's history; the engine at {engine.url} keeps its own on {engine.host}\n"
+            )
         session.frontend.write("".join(f"written: {path}\n" for path in files(args)))
         return found
 
@@ -128,7 +133,8 @@ class Where:
     def run(self, session: Session, args: argparse.Namespace) -> None:
         """Write it, and what hinders the engine that runs."""
         del args
-        notes = session.running.status().notes if session.running is not None else ()
+        engine = session.attached
+        notes = engine.status().notes if engine is not None and engine.url is None else ()
         session.frontend.write("\n".join([*where_lines(facts()), *notes, ""]))
 
 

@@ -57,7 +57,7 @@ class Start:
             key: value for key, value in vars(args).items() if key not in {"model", "replace", "cell", "words"}
         }
         config.load_pipeline(args.model, overrides=overrides)  # a mistake must not cost the engine that runs
-        replaced = self._make_room(session, replace=args.replace)
+        replaced = make_room(session, self.name, replace=args.replace)
         gauge, future = StartGauge(), None
         try:
             with interrupts_held():
@@ -69,19 +69,32 @@ class Start:
         session.tell_notes()
         return session.engine
 
-    def _make_room(self, session: Session, *, replace: bool) -> bool:
-        """Whether an engine was stopped for this one."""
-        running = session.running
-        if running is None:
-            return False
-        if not replace:
-            msg = (
-                f"an engine ({running.status().model}) is already running; %omni start … --replace stops it first, "
-                "%omni stop stops it; nothing was changed"
-            )
-            raise ArgumentError(msg)
-        _shut_down(session, running)
-        return True
+
+def make_room(session: Session, verb: str, *, replace: bool) -> bool:
+    """Whether an engine was stopped, or a connection closed, for the one that `verb` brings.
+
+    Raises:
+        ArgumentError: there is one, and it is not to be replaced; nothing was changed.
+    """
+    running = session.attached
+    if running is None:
+        return False
+    if not replace:
+        raise ArgumentError(_in_the_way(running, verb))
+    _shut_down(session, running)
+    return True
+
+
+def _in_the_way(running: Engine, verb: str) -> str:
+    if running.url is not None:
+        return (
+            f"this session is connected to {running.url}; %omni {verb} … --replace disconnects first (the engine there "
+            "runs on), %omni stop disconnects; nothing was changed"
+        )
+    return (
+        f"an engine ({running.status().model}) is already running; %omni {verb} … --replace stops it first, "
+        "%omni stop stops it; nothing was changed"
+    )
 
 
 def add_stage_options(parser: argparse.ArgumentParser) -> None:
@@ -206,8 +219,8 @@ def _give_back(future: Future[Engine]) -> None:
 class Stop:
     """Stop the engine: workers end, all memory goes back.
 
-    Requests that are there are aborted. Stopping when nothing runs is no mistake. Python keeps torch's libraries until
-    the kernel ends.
+    Requests that are there are aborted. From a server (%omni connect) it disconnects: the engine there runs on.
+    Stopping when nothing runs is no mistake. Python keeps torch's libraries until the kernel ends.
     """
 
     name = "stop"
@@ -219,9 +232,13 @@ class Stop:
     def run(self, session: Session, args: argparse.Namespace) -> None:
         """Stop, and say so."""
         del args
-        running = session.running
+        running = session.attached
         if running is None:
             session.frontend.write(NOTHING_RUNS)
+            return
+        if running.url is not None:
+            _shut_down(session, running)
+            session.frontend.write(f"disconnected: {_runs_on(running)}; %omni start starts one here\n")
             return
         before = running.status()
         _shut_down(session, running)
@@ -242,11 +259,20 @@ def _shut_down(session: Session, engine: Engine) -> None:
     except KeyboardInterrupt:
         with contextlib.suppress(TimeoutError):
             (future or in_thread(lambda: _end(engine), "omni-stop")).result(CANCEL_GRACE_S)
+        if engine.url is not None:
+            msg = f"interrupted too late: disconnected; {_runs_on(engine)}"
+            raise InterruptedVerb(msg) from None
         ended = "is stopped" if engine.status().closed else "is still being stopped"
         msg = f"interrupted too late: the engine {ended}; no engine is running; %omni start starts one"
         raise InterruptedVerb(msg) from None
     finally:
         session.use(None)
+
+
+def _runs_on(engine: Engine) -> str:
+    """What becomes of an engine on a server when this session leaves it."""
+    where = f" ({engine.host})" if engine.host is not None and engine.host != engine.url else ""
+    return f"the engine at {engine.url}{where} runs on, %omni connect {engine.url} connects again"
 
 
 def _end(engine: Engine) -> None:

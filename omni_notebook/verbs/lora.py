@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_notebook.errors import ArgumentError
@@ -12,7 +13,6 @@ from omni_notebook.verbs.registry import verb
 
 if TYPE_CHECKING:
     import argparse
-    from pathlib import Path
 
     from omni_notebook.protocol import EngineStatus, LoRAStatus
     from omni_notebook.verbs.session import Session
@@ -75,8 +75,9 @@ def _check_words(args: argparse.Namespace) -> None:
 
 
 def _add(session: Session, args: argparse.Namespace) -> None:
-    path = expanded(args.what).resolve()
-    known = adapters(session.engine.status())
+    engine = session.engine
+    path = expanded(args.what).resolve() if engine.host is None else Path(args.what)  # a folder of that machine
+    known = adapters(engine.status())
     lora_id = args.lora_id if args.lora_id is not None else _next_id(known, path)
     request = LoRARequest(args.name or path.name or str(path), lora_id, str(path))
     picked = session.stage_ids(args.stages) if args.stages else None

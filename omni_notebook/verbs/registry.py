@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MODULES = (
     "look",
     "lifecycle",
+    "connecting",
     "generating",
     "sleeping",
     "pausing",

@@ -105,6 +105,9 @@ class Serve:
         if args.stop:
             session.frontend.write(_stopped(session, engine))
             return
+        if engine.url is not None:
+            msg = f"the engine is served at {engine.url} already, by its own server; nothing was changed"
+            raise UnsupportedError(msg)
         wishes = {key: value for key, value in vars(args).items() if key not in {"stop", "cell", "words"}}
         server = _begun(session, engine, wishes)
         here = "to this machine only, another --host needs --api-key"

@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_notebook.errors import ArgumentError, EngineClosedError
+from omni_notebook.errors import ArgumentError, EngineClosedError, ServerLostError
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import Frontend, PlainFrontend
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
@@ -54,6 +54,14 @@ class Session:
     def running(self) -> Engine | None:
         """The engine, or None when none was started or the last one was shut down."""
         return self._running_status()[0]
+
+    @property
+    def attached(self) -> Engine | None:
+        """The same, but an engine on a server also where that does not answer now."""
+        try:
+            return self.running
+        except ServerLostError:
+            return self._engine
 
     def _running_status(self) -> tuple[Engine | None, EngineStatus | None]:
         """The engine and its status, or two Nones; one look, because a look measures all memory."""
@@ -126,7 +134,11 @@ class Session:
                 future = engine.submit(make(engine))
             return self.frontend.wait(future, gauge, tick)
         except KeyboardInterrupt:
-            raise self._interrupted(future, order, before, stages) from None
+            try:
+                interrupted = self._interrupted(future, order, before, stages)
+            except ServerLostError as lost:
+                interrupted = InterruptedVerb(f"interrupted; {lost}")
+            raise interrupted from None
 
     def _interrupted(
         self, future: Future[_T] | None, order: str | None, before: Sequence[StageStatus], stages: Sequence[int] | None
@@ -163,7 +175,10 @@ class Session:
 
     def state_now(self) -> str:
         """Every stage's state and the call that helps, or how to start."""
-        picked = self._picked(None)
+        try:
+            picked = self._picked(None)
+        except ServerLostError as lost:
+            return str(lost)
         return f"now {hints.describe(picked)}" if picked else _NO_ENGINE
 
     def _picked(self, stages: Sequence[int] | None) -> list[StageStatus]:

@@ -118,7 +118,8 @@ def ask(engine: AsyncOmni, stage_id: int, question: str, *args: Any) -> Any:
     """One of `faulty_worker`'s questions about a rank's model, answered where the rank is."""
     executor: Any = engine._core.stages[stage_id].replicas[0].executor
     if in_processes(engine):
-        return engine.submit(executor.call(question, *args)).result(30)[0].unwrap()
+        embedded = getattr(engine, "embedded", engine)  # the ranks belong to its loop
+        return embedded.submit(executor.call(question, *args)).result(30)[0].unwrap()
     return getattr(faulty_worker, question)(executor._worker, *args)
 
 

@@ -20,6 +20,8 @@ OTHERS = "others"
 NO_NVML = "the device's own figures need the package nvidia-ml-py; these are the ranks' pools"
 HIDDEN = "process ids are hidden here, so others can not be named"
 
+ELSEWHERE = "as the server told; its other processes, its RAM and its devices' own figures are not seen from here"
+
 
 class Holder(NamedTuple):
     """Someone who holds memory; None = not told."""
@@ -45,10 +47,12 @@ class DeviceProbe:
         self._nvml: Any = None
         self._tried = False
 
-    def look(self, status: EngineStatus) -> tuple[Device, ...]:
-        """The host first, then CUDA devices in order of their names."""
+    def look(self, status: EngineStatus, host: str | None = None) -> tuple[Device, ...]:
+        """The host first, then CUDA devices in order of their names; of another `host` what its ranks told."""
         stages = () if status.closed else status.stages
         ranks = [(stage.stage_id, rank) for stage in stages for rank in stage.ranks]
+        if host is not None:
+            return (_elsewhere(host, ranks),)
         names = sorted({rank.device for _, rank in ranks if rank.device.startswith("cuda")})
         cuda = [self._cuda(name, [(stage, rank) for stage, rank in ranks if rank.device == name]) for name in names]
         return (_host(ranks), *cuda)
@@ -112,6 +116,13 @@ def _host(ranks: Sequence[tuple[int, RankStatus]]) -> Device:
     kernel = Holder(f"{KERNEL}, with {inside}" if inside else KERNEL, rss_bytes())
     holders = (kernel, *(Holder(who, sizes[pid]) for pid, who in owners.items()))
     return Device("host RAM", room.limit_bytes - room.available_bytes, room.limit_bytes, holders)
+
+
+def _elsewhere(host: str, ranks: Sequence[tuple[int, RankStatus]]) -> Device:
+    """Ranks on another machine: no process id and no device of this one is theirs."""
+    sizes = {rank.pid: rank.process_bytes for _, rank in ranks}
+    holders = tuple(Holder(who, sizes[pid]) for pid, who in _owners(ranks).items())
+    return Device(f"{host}, another machine", None, None, holders, ELSEWHERE)
 
 
 def _owners(ranks: Sequence[tuple[int, RankStatus]]) -> dict[int, str]:

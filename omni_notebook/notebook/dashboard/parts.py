@@ -59,7 +59,9 @@ def dash(content: str, *, drawn_ms: int | None = None) -> str:
 
 def head(status: EngineStatus, trouble: str = "") -> str:
     """The engine's line."""
-    if status.closed:
+    if status.left_at is not None:
+        words = f"■ disconnected · the engine there runs on; %omni connect {status.left_at} connects again"
+    elif status.closed:
         words = f"■ shut down · {CLOSED}"
     else:
         words = f"admission {'closed' if status.paused else 'open'} · up {units_of_time(status.uptime_s)}"

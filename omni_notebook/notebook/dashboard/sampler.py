@@ -173,7 +173,7 @@ class Sampler:
             if self._status.closed and not was_closed:
                 self.notes.clear()  # they told of an engine that is no more
         if now_s - self._devices_s >= DEVICES_S:
-            self._devices, self._devices_s = self._probe.look(self._status), now_s
+            self._devices, self._devices_s = self._probe.look(self._status, engine.host), now_s
         while self._events:
             self._log.take(*self._events.popleft())
         trouble = "; ".join(filter(None, (self._trouble, self._blind)))
@@ -192,7 +192,7 @@ def add_status(timeline: Timeline, time_s: float, status: EngineStatus) -> None:
                 keys.append(Key(stage.stage_id, rank.replica, rank.rank, tag))
                 gone = 0 if status.closed else None
                 values.append(memory.resident_bytes if rank.alive else gone)
-    if status.closed:
+    if status.closed and status.left_at is None:  # what a connection left behind is where it was, unseen
         given_back = [key for key in timeline.keys if key not in set(keys)]
         keys, values = keys + given_back, values + [0] * len(given_back)
     timeline.add(time_s, tuple(keys), values)

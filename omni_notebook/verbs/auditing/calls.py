@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omni_notebook.engine.loop import ended
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs.auditing.auditor import Auditor
+from omni_notebook.verbs.auditing.elsewhere import AuditThere
 from omni_notebook.verbs.auditing.plan import PROMPT, SEED, plan_from
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.session import CANCEL_GRACE_S, current, session
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
     from omni_notebook.verbs.auditing.plan import Plan
     from omni_notebook.verbs.auditing.result import AuditResult
-    from omni_notebook.verbs.engine_api import Engine
+    from omni_notebook.verbs.engine_api import Engine, ServedEngine
     from omni_notebook.verbs.frontend import Frontend
+    from omni_notebook.verbs.waits import Wait
 
 ENGINE_THREAD = "omni-engine"
 
@@ -73,7 +75,7 @@ async def audit_async(engine: Any = None, stage_ids: Sequence[int] | int | None 
         msg = f"audit_async: {error}; nothing was changed"
         raise ArgumentError(msg) from None
     wait = Background()
-    auditor = Auditor(current() if engine is None else engine, plan, wait)
+    auditor = auditor_of(current() if engine is None else engine, plan, wait)
     running = in_thread(auditor.run, "omni-audit")
     try:
         await ended(running)
@@ -84,6 +86,11 @@ async def audit_async(engine: Any = None, stage_ids: Sequence[int] | int | None 
                 await ended(running)
         raise
     return running.result()
+
+
+def auditor_of(engine: Engine, plan: Plan, wait: Wait) -> Auditor | AuditThere:
+    """Whoever can look at the ranks' processes: this one, or the server of an engine that is there."""
+    return Auditor(engine, plan, wait) if engine.url is None else AuditThere(cast("ServedEngine", engine), plan, wait)
 
 
 def in_front(engine: Engine, plan: Plan, frontend: Frontend) -> AuditResult:
@@ -99,7 +106,7 @@ def in_front(engine: Engine, plan: Plan, frontend: Frontend) -> AuditResult:
     result = None
     try:
         with interrupts_held() as held:
-            result = Auditor(engine, plan, Foreground(frontend, held)).run()
+            result = auditor_of(engine, plan, Foreground(frontend, held)).run()
     except KeyboardInterrupt as interrupt:
         if result is None or isinstance(interrupt, InterruptedVerb):
             raise

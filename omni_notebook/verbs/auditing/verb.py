@@ -9,8 +9,7 @@ from omni_notebook.engine.ledger_file import ledger_path, refuse_ledger
 from omni_notebook.errors import ArgumentError, OmniError
 from omni_notebook.paths import expanded
 from omni_notebook.protocol import sampling_params_from
-from omni_notebook.verbs.auditing.auditor import Auditor
-from omni_notebook.verbs.auditing.calls import in_front
+from omni_notebook.verbs.auditing.calls import auditor_of, in_front
 from omni_notebook.verbs.auditing.judging import GROWTH_CYCLES
 from omni_notebook.verbs.auditing.plan import PROMPT, SEED, plan_from
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
@@ -84,7 +83,7 @@ def _in_background(session: Session, plan: Plan, files: dict[str, Path], line: s
     sampling_params_from(plan.params)
 
     def work() -> AuditResult:
-        result = Auditor(engine, plan, wait).run()
+        result = auditor_of(engine, plan, wait).run()
         write(result, files)
         return result
 

@@ -55,6 +55,7 @@ class Lease:
         sleep_ms, wake_ms: what the two calls took, as the caller waited for them.
         run_s: seconds between them.
         peak: the most that this process held meanwhile; None until the end.
+        host: the machine of the ranks, where it is another one: its memory is not the code's to take.
     """
 
     stage_ids: list[int]
@@ -65,6 +66,7 @@ class Lease:
     wake_ms: float | None = None
     run_s: float | None = None
     peak: Peak | None = None
+    host: str | None = None
 
     @property
     def freed_bytes(self) -> int:
@@ -75,13 +77,14 @@ class Lease:
         """What was borrowed, the peak, and the latency both ways, in one line."""
         stages = ", ".join(map(str, self.stage_ids))
         what = f"{units.size(self.freed_bytes)} of stage {stages}" if stages else "nothing (all asleep already)"
-        parts = [f"borrowed {what}"]
+        parts = [f"borrowed {what}" if self.host is None else f"borrowed {what}, all of it on {self.host}, not here"]
         if self.sleep_ms is not None:
             parts.append(f"asleep in {units.milliseconds(self.sleep_ms)}")
         if self.peak is not None:
             over = self.peak.own_bytes - self.freed_bytes
-            more = f", {units.size(over)} MORE than was borrowed" if over > 0 else ""
-            parts.append(f"the code's own peak {units.size(self.peak.own_bytes)} ({self.peak.how}){more}")
+            more = f", {units.size(over)} MORE than was borrowed" if over > 0 and self.host is None else ""
+            here = "" if self.host is None else " here"
+            parts.append(f"the code's own peak{here} {units.size(self.peak.own_bytes)} ({self.peak.how}){more}")
         if self.wake_ms is not None:
             parts.append(f"awake again in {units.milliseconds(self.wake_ms)}")
         return " · ".join(parts)
@@ -211,7 +214,7 @@ class Borrowed:
         if self._used:
             msg = "one omni.borrowed(...) is for one block: call it again for another; nothing was changed"
             raise ArgumentError(msg)
-        self._before = pick_known(self._engine.status(), self._wanted)
+        self._before, self.lease.host = pick_known(self._engine.status(), self._wanted), self._engine.host
         moving = [stage for stage in self._before if stage.state in hints.MOVING]
         if moving:
             msg = f"another order is on its way: {hints.describe(moving)}; nothing was changed"
@@ -294,10 +297,15 @@ class Borrowed:
         now = hints.pick(self._engine.status(), self.lease.stage_ids)
         text = str(failed.args[0]).partition(". Now: ")[0]
         if any(ack.metadata.get("error_code") in NO_ROOM for ack in failed.acks):
-            text += f"; {holders.told(self._session.frontend.namespace())}; free some"
+            text += f"; {self._who_holds()}"
         told = WakeError(f"{text}; now {hints.describe(now)}{_also(error)}", failed.acks)
         self._session.frontend.shorten(told)
         return told
+
+    def _who_holds(self) -> str:
+        if self.lease.host is not None:
+            return f"it lacks on {self.lease.host}; who holds memory there can not be seen from here"
+        return f"{holders.told(self._session.frontend.namespace())}; free some"
 
     # ------------------------------------------------------------------------------------ waits
 

@@ -1,0 +1,214 @@
+"""A connection to an engine on a server: its loops and threads, its short calls, its end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from omni_notebook.engine import views
+from omni_notebook.engine.events import EventHub
+from omni_notebook.engine.loop import EngineLoop, awaited
+from omni_notebook.engine.remote.address import SHORT_S, Address
+from omni_notebook.engine.remote.closing import Closer
+from omni_notebook.engine.remote.decoding import error_of
+from omni_notebook.engine.remote.following import Follower
+from omni_notebook.engine.remote.line import Line
+from omni_notebook.engine.remote.servers import OMNI, is_here, meet
+from omni_notebook.errors import EngineClosedError, ServerLostError, UnsupportedError
+from omni_notebook.paths import expanded
+from omni_notebook.protocol import EngineStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    from omni_notebook.engine.events import Subscription
+    from omni_notebook.engine.remote.line import Answer
+    from omni_notebook.engine.remote.servers import Server
+
+T = TypeVar("T")
+_OK = 200
+
+
+class Connection:
+    """What every call of `RemoteOmni` goes through; see there."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = SHORT_S) -> None:
+        self._address = Address(url, api_key, timeout)
+        self.url: str = self._address.url
+        self._last: EngineStatus | None = None
+        self._hub = EventHub()
+        self._loop = EngineLoop("omni-remote")
+        self._line = Line(self._address)
+        self._follower = Follower(self._line, self._hub)
+        self._looking = EngineLoop("omni-remote-status")  # a status must not wait for what runs on the other loop
+        self._look = Line(self._address)
+        ends = ((self._loop, (self._follower.end, self._line.close)), (self._looking, (self._look.close,)))
+        self._closer = Closer(self._hub, ends)
+        weakref.finalize(self, self._closer.collected)
+        try:
+            self._server: Server = self._looked(meet(self._look), tries=4)
+            self.host: str | None = None if is_here(self._server, self._line) else self._server.host or self.url
+            self.status()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def status(self) -> EngineStatus:
+        """A snapshot, memory measured there now; waits no longer than the `timeout` of this connection.
+
+        Raises:
+            ServerLostError: the server does not answer; what runs there runs on.
+        """
+        if self._closer.closed:
+            return _ended(self._last, self.url)
+        self._last = status = self._looked(self._server.status(self._look))
+        return status
+
+    def logs(self, stage_id: int, rank: int = 0, replica: int = 0) -> list[str]:
+        """The last lines that a rank's process wrote, newest last. Waits no longer than `status`.
+
+        Raises:
+            ArgumentError: unknown stage, replica or rank.
+        """
+        self._check_open()
+        self._server.has("logs")
+        answer = self._looked(self._look.get(f"{OMNI}/logs", stage_id=stage_id, rank=rank, replica=replica))
+        return [str(line) for line in answer.body.get("lines") or ()]
+
+    def subscribe(self) -> Subscription:
+        """An async iterator of events from now on; a `LinkEvent` where the connection breaks and is there again.
+
+        What a server does not tell is not in it: of a plain vLLM-Omni server there are no events.
+        """
+        subscription = self._hub.subscribe()
+        if not self._closer.closed and self._has_events:
+            self._loop.call(self._follower.begin)
+        return subscription
+
+    @property
+    def _has_events(self) -> bool:
+        try:
+            self._server.has("events")
+        except UnsupportedError:
+            return False
+        return True
+
+    def dashboard(self) -> Any:
+        """A live view of this engine, shown by the cell that ends with it; `omni_notebook.dashboard(engine)`.
+
+        Raises:
+            UnsupportedError: the notebook extension is not loaded.
+        """
+        return views.open_view("dashboard", self)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run one of this engine's coroutines from a plain thread; cancelling the future cancels the call.
+
+        Raises:
+            EngineClosedError: the connection was closed.
+        """
+        if self._closer.closed:
+            coroutine.close()
+            raise self._closed()
+        return self._loop.submit(coroutine)
+
+    def shutdown(self) -> None:
+        """Close the connection; the engine on the server runs on. Idempotent, from any thread."""
+        self._closer.close()
+
+    # ------------------------------------------------------------------------------------- parts
+
+    async def _order(self, what: str, path: str, body: dict[str, Any] | None, method: str = "POST") -> Answer:
+        """An order's answer.
+
+        Raises:
+            OmniError: it was refused there, or failed.
+        """
+        timeout = None if body is None else body.get("timeout")
+        answer = await self._line.order(what, f"{OMNI}{path}", body, timeout, method)
+        if answer.status != _OK:
+            raise error_of(answer.status, answer.content, f"{method} {self.url}{OMNI}{path}")
+        return answer
+
+    def _place(self, path: str | os.PathLike[str]) -> str:
+        """A folder as the server must name it: absolute if the machine is this one, else as it was named."""
+        return os.fspath(path) if self.host is not None else str(expanded(path).resolve())
+
+    def _looked(self, look: Coroutine[Any, Any, T], tries: int = 1) -> T:
+        """What a short call gives, on a loop where nothing else runs."""
+        bound_s = tries * self._address.short_s + 1.0
+        future = self._looking.submit(look)
+        try:
+            return future.result(bound_s)
+        except concurrent.futures.CancelledError:
+            raise self._closed() from None
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            msg = f"{self.url} did not answer within {bound_s:g} s; what runs there runs on"
+            raise ServerLostError(msg) from None
+
+    async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._check_open()
+
+        async def run() -> T:
+            await self._follower.listening()
+            return await make()
+
+        if self._loop.here:
+            return await run()
+        try:
+            return await awaited(self._loop.submit(run()))
+        except EngineClosedError:
+            if self._closer.closed:
+                raise self._closed() from None
+            raise
+
+    def _check_open(self) -> None:
+        if self._closer.closed:
+            raise self._closed()
+
+    def _closed(self) -> EngineClosedError:
+        return EngineClosedError(
+            f"this connection was closed; the engine at {self.url} runs on: RemoteOmni({self.url!r}) (%omni connect "
+            f"{self.url}) connects again"
+        )
+
+    def __repr__(self) -> str:
+        """Where it is connected to."""
+        where = f" on {self.host}" if self.host else ""
+        return f"<RemoteOmni {self.url}{where}{', closed' if self._closer.closed else ''}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _ended(last: EngineStatus | None, url: str) -> EngineStatus:
+    """The status of a connection that was closed: nothing is known of the engine from then on."""
+    return EngineStatus(
+        model=url if last is None else last.model,
+        closed=True,
+        paused=False,
+        uptime_s=0.0 if last is None else last.uptime_s,
+        stages=(),
+        notes=(f"disconnected from {url}; the engine there runs on",),
+        left_at=url,
+    )

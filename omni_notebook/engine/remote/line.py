@@ -1,0 +1,270 @@
+"""Requests to one server, on one event loop: every wait is bounded or watched, and no order is sent twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx
+import msgspec
+
+from omni_notebook.engine.remote.decoding import error_of, object_of
+from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, ServerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from omni_notebook.engine.remote.address import Address
+
+MARGIN_S = 30.0
+"""So much later than an order's own deadline its answer may come: ranks that fail are given a while to go back."""
+PROBE_S = 5.0
+MISSES = 3
+"""A server that leaves so many probes in a row without an answer is not waited for any more."""
+_KEPT_S = 2.0
+"""Idle connections are kept for less than servers keep them (5 s), so that none is used that is being closed."""
+_KEEPALIVE = (("SO_KEEPALIVE", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+VERSION = "/v1/omni/version"
+RUNS_ON = "what runs there runs on"
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    content: bytes
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that it is; empty if it is none."""
+        return object_of(self.content)
+
+
+class Line:
+    """One client of a server; everything but the constructor belongs to one event loop.
+
+    It connects directly: proxies that the environment names are not used.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._client: httpx.AsyncClient | None = None
+        self._busy: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def address(self) -> Address:
+        """Whom it asks."""
+        return self._address
+
+    async def get(self, path: str, **params: Any) -> Answer:
+        """What waits for nobody, within `Address.short_s`.
+
+        Raises:
+            ServerLostError: nobody answers.
+            OmniError: what the server refuses it with.
+        """
+        answer = await self.ask("GET", path, params)
+        if answer.status != httpx.codes.OK:
+            raise error_of(answer.status, answer.content, f"GET {self._address.url}{path}")
+        return answer
+
+    async def ask(self, method: str, path: str, params: dict[str, Any] | None = None, *, now: str = RUNS_ON) -> Answer:
+        """The answer, whatever its status, within `Address.short_s`; `now` says what is true where there is none.
+
+        Raises:
+            ServerLostError: there is none.
+        """
+        bound_s = self._address.short_s
+        try:
+            async with asyncio.timeout(bound_s):
+                with self._working():
+                    response = await self._http().request(method, path, params=params)
+        except TimeoutError:
+            msg = f"{self._address.url} did not answer within {bound_s:g} s; {now}"
+            raise ServerLostError(msg) from None
+        except httpx.HTTPError as error:
+            msg = f"{self._address.url} does not answer ({_why(error)}); {now}"
+            raise ServerLostError(msg) from None
+        return Answer(response.status_code, response.content)
+
+    async def order(
+        self, what: str, path: str, body: dict[str, Any] | None, timeout: float | None, method: str = "POST"
+    ) -> Answer:
+        """The answer to an order, which is sent once.
+
+        Args:
+            what: the order, for people.
+            path: of the endpoint.
+            body: its JSON object; fields that are None are left out.
+            timeout: the order's own bound, seconds; None: as long as the server is there.
+            method: of HTTP.
+
+        Raises:
+            ArgumentError: the body can be no JSON; nothing was sent.
+            ServerLostError: nobody listens, or the server went away; says whether the order may go on.
+            DeadlineError: the server is there and has not answered by its own bound and `MARGIN_S`.
+        """
+        content = None if body is None else as_json(body)
+        headers = None if content is None else {"Content-Type": "application/json"}
+        try:
+            async with self.watched(what, timeout):
+                response = await self._http().request(method, path, content=content, headers=headers)
+        except httpx.HTTPError as error:
+            raise self.lost(what, error) from None
+        return Answer(response.status_code, response.content)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, what: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """An answer that comes in pieces: a GET, or with a body a POST. Raises what `order` raises, also within."""
+        method, content = ("GET", None) if body is None else ("POST", as_json(body))
+        headers = None if content is None else {"Content-Type": "application/json"}
+        try:
+            async with (
+                self.watched(what, timeout),
+                self._http().stream(method, path, content=content, headers=headers) as response,
+            ):
+                yield response
+        except httpx.HTTPError as error:
+            raise self.lost(what, error) from None
+
+    def lost(self, what: str, error: Exception) -> ServerLostError:
+        """Whether it was sent, and what may be true now."""
+        url = self._address.url
+        if isinstance(error, _NOT_SENT):
+            return ServerLostError(f"nobody answers at {url} ({_why(error)}): the {what} was not sent")
+        return ServerLostError(
+            f"the connection to {url} was lost during the {what} ({_why(error)}): it may go on there, and was not "
+            "sent again. engine.status() (%omni status) shows what came of it once the server answers"
+        )
+
+    # --------------------------------------------------------------------------------- watching
+
+    @contextlib.asynccontextmanager
+    async def watched(self, what: str, timeout: float | None) -> AsyncIterator[None]:
+        """A wait that ends when the server is gone, or `MARGIN_S` after the order's own bound."""
+        task, dead = asyncio.current_task(), asyncio.Event()
+        bound = asyncio.timeout(None if timeout is None else timeout + MARGIN_S)
+        assert task is not None  # noqa: S101  (coroutines run in tasks)
+
+        async def watch() -> None:
+            misses = 0
+            while misses < MISSES:
+                await asyncio.sleep(PROBE_S)
+                misses = 0 if await self._is_there() else misses + 1
+            dead.set()
+            task.cancel()
+
+        watching = asyncio.create_task(watch(), name="omni-remote-watch")
+        try:
+            with self._working():
+                async with bound:
+                    yield
+        except asyncio.CancelledError:
+            if dead.is_set() and task.uncancel() <= 0:
+                raise self.lost(what, TimeoutError(f"no answer to {MISSES} probes")) from None
+            raise
+        except TimeoutError:
+            if timeout is None or not bound.expired():
+                raise
+            raise DeadlineError(self._too_long(what, timeout)) from None
+        finally:
+            watching.cancel()
+
+    def _too_long(self, what: str, timeout: float) -> str:
+        return (
+            f"{self._address.url} did not answer the {what} within its {timeout:g} s and {MARGIN_S:g} s more: it "
+            "may go on there. engine.status() (%omni status) shows what came of it"
+        )
+
+    async def _is_there(self) -> bool:
+        """Whether the server answers at all."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._http().get(VERSION)
+        except (TimeoutError, httpx.HTTPError):
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------- the client
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """The task is known to `close` for as long as it waits for the server."""
+        task = asyncio.current_task()
+        if task is None or task in self._busy:
+            yield
+            return
+        self._busy.add(task)
+        try:
+            yield
+        finally:
+            self._busy.discard(task)
+
+    def _http(self) -> httpx.AsyncClient:
+        if self._closed:
+            msg = f"the connection to {self._address.url} was closed; the engine there runs on"
+            raise EngineClosedError(msg)
+        if self._client is None:
+            self._client = httpx.AsyncClient(
+                base_url=self._address.url,
+                headers=self._address.headers,
+                timeout=httpx.Timeout(None, connect=self._address.short_s),
+                transport=_transport(),
+            )
+        return self._client
+
+    async def close(self) -> None:
+        """Call off what waits, and close every connection."""
+        self._closed = True
+        waiting = self._busy - {asyncio.current_task()}
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting, timeout=1.0)
+        if self._client is not None:
+            await self._client.aclose()
+
+
+def _transport() -> httpx.AsyncHTTPTransport:
+    """A transport that notices by itself when the other machine is gone."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=_KEPT_S)
+    options = [
+        (socket.SOL_SOCKET if name.startswith("SO_") else socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in _KEEPALIVE
+        if hasattr(socket, name)
+    ]
+    return httpx.AsyncHTTPTransport(limits=limits, socket_options=options)
+
+
+def as_json(body: dict[str, Any]) -> bytes:
+    """A body without its empty fields.
+
+    Raises:
+        ArgumentError: JSON can not carry it.
+    """
+    given = {key: value for key, value in body.items() if value is not None}
+    try:
+        return msgspec.json.encode(given, enc_hook=_plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        msg = f"this can not be sent to a server: {error}; nothing was sent"
+        raise ArgumentError(msg) from None
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as the Python number that it stands for."""
+    item: Callable[[], Any] | None = getattr(value, "item", None)
+    if item is None or getattr(value, "ndim", None) != 0:
+        msg = f"a {type(value).__name__} has no form in JSON"
+        raise TypeError(msg)
+    return item()
+
+
+def _why(error: Exception) -> str:
+    """What an exception says, or its name."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,120 @@
+"""Servers for tests, and a client that also shows the engine behind its server, to make that one fail."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omni_notebook.engine.remote.client import RemoteOmni
+from omni_notebook.protocol import EngineStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from omni_notebook.engine.async_omni import AsyncOmni
+    from omni_notebook.server.serving import Server
+
+
+@contextlib.contextmanager
+def serving(engine: Any, **settings: Any) -> Iterator[Server]:
+    """A server of an engine, on a port of its own."""
+    from omni_notebook.server.serving import Server
+    from omni_notebook.server.settings import ServerSettings
+
+    server = Server(engine, ServerSettings(**{"port": 0, **settings}))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Contract(RemoteOmni):
+    """The engine's own tests run with it; what they do to ranks and look up inside goes to `embedded`."""
+
+    def __init__(self, url: str, embedded: AsyncOmni) -> None:
+        super().__init__(url)
+        self.embedded = embedded
+
+    @property
+    def _core(self) -> Any:
+        return self.embedded._core
+
+
+class Rude(ThreadingHTTPServer):
+    """A server that tells that it is one of ours, counts orders, and does with each what a test wants.
+
+    Attributes:
+        orders: paths of the POSTs that came.
+        on_order: called with the handler of each; it may answer, wait, or close the connection.
+        host: what it says that its machine is called.
+        silent: while it is set, nothing is answered to a GET.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _RudeHandler)
+        self.orders: list[str] = []
+        self.on_order: Callable[[BaseHTTPRequestHandler], None] = lambda _handler: None
+        self.host: str | None = socket.gethostname()
+        self.silent, self.freed = threading.Event(), threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *_about: Any) -> None:
+        """Clients that leave are what these tests are about."""
+
+
+class _RudeHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Rude
+
+    def do_GET(self) -> None:
+        if self.server.silent.is_set():
+            self.server.freed.wait(30)
+            return
+        if self.path == "/v1/omni/version":
+            tell(self, {"name": "omni-notebook", "version": "0", "host": self.server.host, "pid": 1})
+        elif self.path == "/v1/omni/status":
+            status = EngineStatus(model="rude", closed=False, paused=False, uptime_s=0.0, stages=())
+            tell(self, msgspec.to_builtins(status))
+        else:
+            tell(self, {}, 404)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.server.orders.append(self.path)
+        self.server.on_order(self)
+
+    def log_message(self, *_about: Any) -> None:
+        """Nothing."""
+
+
+def tell(handler: BaseHTTPRequestHandler, body: Any, status: int = 200) -> None:
+    """Answer with JSON."""
+    content = msgspec.json.encode(body)
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+@contextlib.contextmanager
+def rude() -> Iterator[Rude]:
+    """One on a port of its own."""
+    server = Rude()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.freed.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -225,7 +225,11 @@ class WakeTask(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_unicode(text: str) -> bool:
     """Whether a name can be sent, stored and shown; a lone surrogate, of a broken file name say, can not."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class LoRARequest(msgspec.Struct, frozen=True):

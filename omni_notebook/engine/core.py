@@ -234,13 +234,21 @@ class Core:
         self._check_id(ask.request_id)
         return self._begun(ask, request)
 
+    def payload(self, ask: Ask) -> Any:
+        """What the first stage makes of a prompt; callable from any thread.
+
+        Raises:
+            ArgumentError: prompt or parameters do not fit; nothing was started.
+        """
+        return self._route(ask.output_modalities)[0].model.first(ask.prompt, sampling_params_from(ask.sampling_params))
+
     def _checked(self, ask: Ask) -> _Request:
         self.check_open()
         params = sampling_params_from(ask.sampling_params)
         route = self._route(ask.output_modalities)
         for stage in route:
             stage.model.check(params)
-        payload = route[0].model.first(ask.prompt, params)
+        payload = route[0].model.first(ask.prompt, params) if ask.payload is None else ask.payload
         self.loras.resolve(ask.lora_request, route)
         self._check_id(ask.request_id)
         wait_s = arguments.check_timeout(ask.admission_timeout, "admission_timeout")

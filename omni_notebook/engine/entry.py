@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,16 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import LoRARequest, OmniRequestOutput, OmniSamplingParams
 
 _SOON_S = 0.001
+_LONG = 10_000
+"""Characters or token ids of a prompt whose reading would hold the engine's loop up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """The arguments of `AsyncOmni.generate` as they came, and the bell that its client waits at."""
+    """The arguments of `AsyncOmni.generate` as they came, and the bell that its client waits at.
+
+    `payload` is what the first stage makes of the prompt, where that was done ahead.
+    """
 
     prompt: str | dict[str, Any]
     request_id: str
@@ -33,6 +38,7 @@ class Ask:
     output_modalities: Sequence[str] | str | None
     admission_timeout: float
     lora_request: LoRARequest | str | int | None
+    payload: Any = None
     bell: Bell = field(default_factory=Bell)
 
 
@@ -62,8 +68,12 @@ class Entry:
         Raises:
             EngineClosedError: the engine was shut down.
             DeadlineError: as in `wait`.
+            ArgumentError: a long prompt does not fit; nothing was started.
         """
         self._loop.check_open()
+        if _is_long(self._ask.prompt):
+            payload = await asyncio.to_thread(self._core.payload, self._ask)
+            self._ask = replace(self._ask, payload=payload)
         await self._wait(lambda: self._loop.call(self._begin_here))
 
     def leave(self) -> None:
@@ -156,3 +166,8 @@ class Entry:
         return EngineClosedError(
             f"the engine was shut down while request {self._ask.request_id} was in progress; start a new one"
         )
+
+
+def _is_long(prompt: Any) -> bool:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    return isinstance(ids, str | list | tuple) and len(ids) > _LONG

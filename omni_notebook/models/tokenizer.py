@@ -14,6 +14,9 @@ from omni_notebook.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+LONG_CHARS = 10_000
+"""A text of more takes milliseconds to encode."""
+
 
 class TextTokenizer:
     """The tokenizer of a Hugging Face model folder.
@@ -64,7 +67,10 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text with the folder's special tokens around it, cut to `max_prompt_tokens`."""
-        return list(self._tokenizer.encode(printable(text)).ids)
+        known = printable(text)
+        if len(known) > LONG_CHARS:  # a batch of one lets other threads run meanwhile, a single text does not
+            return list(self._tokenizer.encode_batch([known])[0].ids)
+        return list(self._tokenizer.encode(known).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens left out, without outer spaces."""

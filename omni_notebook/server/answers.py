@@ -110,8 +110,8 @@ def _body(status: int, message: str, code: str) -> dict[str, Any]:
 def _line(message: str) -> str:
     """One line of a length that can be read, whatever the client sent that it repeats."""
     line = " ".join(message.split())
-    line = line if PYTHON_WORDS.get() else in_requests(line)
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]} … ({len(line)} characters)"
+    said = line[:LONGEST] if PYTHON_WORDS.get() else in_requests(line[:LONGEST])
+    return said if len(line) <= LONGEST else f"{said} … ({len(line)} characters)"
 
 
 def acks_answer(acks: Sequence[OmniACK]) -> JSONResponse:

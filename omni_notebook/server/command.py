@@ -41,6 +41,16 @@ def run(args: argparse.Namespace) -> int:
         served_model_names=tuple(args.served_model_names),
         allowed_hosts=tuple(args.allowed_hosts),
     )
+    overrides = {key: value for key, value in vars(args).items() if key not in _OURS}
+    with _told_to_stop() as told:
+        try:
+            _serve(settings, told, model, enable_sleep_mode=args.enable_sleep_mode, **overrides)
+        except _ToldError:
+            _say("ended before the engine was ready; what was started has been stopped")
+    return INTERRUPTED if told.number == signal.SIGINT else 0
+
+
+def _serve(settings: ServerSettings, told: _Told, model: str, **known: Any) -> None:
     try:
         from omni_notebook.server import serving  # noqa: PLC0415  (an extra)
     except ImportError as error:
@@ -48,11 +58,9 @@ def run(args: argparse.Namespace) -> int:
         raise UnsupportedError(msg) from error
     from omni_notebook.engine.async_omni import AsyncOmni  # noqa: PLC0415  (torch)
 
-    overrides = {key: value for key, value in vars(args).items() if key not in _OURS}
     with (
         contextlib.closing(serving.listen(settings)) as listening,
-        AsyncOmni(model, enable_sleep_mode=args.enable_sleep_mode, **overrides) as engine,
-        _told_to_stop() as told,
+        AsyncOmni(model, progress=told.check, **known) as engine,
     ):
         server = serving.Server(engine, settings, listening)
         server.start()
@@ -60,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
         told.wait()
         _say("ending: requests in progress may finish")
         server.stop()
-    return INTERRUPTED if told.number == signal.SIGINT else 0
+
+
+class _ToldError(Exception):
+    """A signal came while the engine started."""
 
 
 class _Told(threading.Event):
@@ -73,6 +84,15 @@ class _Told(threading.Event):
         self.number = number
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self.set()
+
+    def check(self, _what: str, _fraction: float) -> None:
+        """Called while the engine starts.
+
+        Raises:
+            _ToldError: a signal came; the start is called off.
+        """
+        if self.is_set():
+            raise _ToldError
 
 
 @contextlib.contextmanager

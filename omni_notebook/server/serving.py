@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import threading
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ class Server:
         self._app = make_app(engine, settings, self._end)
         config = uvicorn.Config(
             self._app,
-            http=watched_protocol(settings.patience_s),
+            http=watched_protocol(settings.patience_s, _room(settings.connections)),
             ws="none",
             log_level="warning",
             access_log=False,
@@ -92,6 +93,12 @@ class Server:
         self._server.should_exit = True
         self._app.state.listeners.end()
         self._app.state.audits.end()
+
+
+def _room(wanted: int) -> int:
+    """Connections, at most half of the files that this process may open: its ranks' are files too."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if files == resource.RLIM_INFINITY else min(wanted, files // 2)
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -13,6 +13,7 @@ _VISIBLE = re.compile(r"[!-~]+")
 BODY_BYTES = 4 * 1024 * 1024
 REQUEST_S = 600.0
 PATIENCE_S = 30.0
+CONNECTIONS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class ServerSettings:
         allowed_hosts: further names by which clients may call this server (`Host` headers).
         body_bytes: most bytes of a request's body.
         request_s: most seconds that a generation may take.
+        connections: most connections at once, and never more than half of the files that the process may open.
         patience_s: most seconds that a client may take for a request's head, its body, or the next bytes of an answer.
 
     Raises:
@@ -41,6 +43,7 @@ class ServerSettings:
     body_bytes: int = BODY_BYTES
     request_s: float = REQUEST_S
     patience_s: float = PATIENCE_S
+    connections: int = CONNECTIONS
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,35 @@ def test_a_client_that_gives_up_at_the_gates_does_not_end_anothers_request_of_it
         assert (await text)[-1].state == "finished"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("prompt", [PROMPT * 400, {"prompt_token_ids": [5] * 20_000}], ids=["text", "ids"])
+def test_a_long_prompt_is_read_once_and_never_on_the_engines_loop(
+    engine: AsyncOmni, monkeypatch: pytest.MonkeyPatch, prompt: Any
+) -> None:
+    model, readers = engine._core.stages[0].model, []
+    first = model.first
+
+    def noted(*args: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return first(*args)
+
+    monkeypatch.setattr(model, "first", noted)
+
+    async def run() -> None:
+        if isinstance(prompt, dict):
+            with pytest.raises(ArgumentError, match="the prompt has 20000 tokens; this model takes at most"):
+                await collect(engine, prompt)
+            return
+        await engine.sleep([0])
+        waiting = asyncio.create_task(collect(engine, prompt))
+        await until(lambda: engine.status().stages[0].waiting_at_gate)
+        await engine.wake_up()
+        assert (await waiting)[-1].images
+
+    asyncio.run(run())
+    assert len(readers) == 1
+    assert readers[0] != engine._loop._thread.name
 
 
 def test_a_request_id_in_progress_is_refused(engine: AsyncOmni) -> None:

@@ -72,6 +72,45 @@ def test_a_body_that_does_not_end_is_408_and_nothing_began(strict: Server, engin
     assert engine.status().stages[0].state == "AWAKE"
 
 
+def test_connections_have_a_bound_and_those_above_are_told(engine: AsyncOmni) -> None:
+    import httpx
+
+    from omni_notebook.server.connections import REFUSED_AT_ONCE
+    from omni_notebook.server.serving import Server
+    from omni_notebook.server.settings import ServerSettings
+
+    most = 4
+    server = Server(engine, ServerSettings(port=0, connections=most))
+    server.start()
+    opened: list[socket.socket] = []
+
+    def settled(number: int) -> bool:
+        return len(server._server.server_state.connections) == number
+
+    def fill(number: int) -> None:
+        opened.extend(socket.create_connection(("127.0.0.1", server.port)) for _ in range(number - len(opened)))
+        asyncio.run(until(lambda: settled(number)))
+
+    try:
+        fill(most)
+        answer = httpx.post(f"{server.url}/v1/omni/sleep", json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "BUSY")
+        assert "4 connections are open, the most that this server holds" in answer.json()["error"]["message"]
+        assert (answer.headers["connection"], int(answer.headers["retry-after"]) > 0) == ("close", True)
+        assert engine.status().stages[0].state == "AWAKE"
+        fill(most + REFUSED_AT_ONCE)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url}/health")
+        while len(opened) >= most:
+            opened.pop().close()
+        asyncio.run(until(lambda: settled(most - 1)))
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    finally:
+        for one in opened:
+            one.close()
+        server.stop()
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"])
 def test_a_head_that_does_not_end_is_closed_even_if_it_drips(strict: Server, sent: bytes) -> None:
     answer_of(strict, sent, dripped=b"x" * 200)

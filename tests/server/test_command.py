@@ -107,6 +107,33 @@ def test_a_signal_ends_it_in_order_and_leaves_nothing(
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("moment", ["loading its libraries", "starting its ranks"])
+def test_a_signal_before_it_is_ready_ends_it_with_a_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int, moment: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = [*SERVE, "--port", "0", "--executor", "mp"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    found, watched = psutil.Process(process.pid), []
+    reached = (
+        (lambda: any("fastapi" in one.path or "pydantic" in one.path for one in found.memory_maps()))
+        if moment.startswith("loading")
+        else (lambda: watched.extend(found.children(recursive=True)) or watched)
+    )
+    deadline_s = time.monotonic() + 30
+    while not reached() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    code, out, err = ended(process, number)
+    assert (code, out, err) == (
+        status,
+        "ended before the engine was ready; what was started has been stopped\n",
+        "",
+    )
+    assert not psutil.wait_procs(watched, timeout=5)[1]
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
 def test_the_module_takes_the_specifications_form_too() -> None:
     words = ["--model", "demo", "--omni", "--enable-sleep-mode", "--gpu-memory-utilization", "0.7", "--port", "0"]
     process = subprocess.Popen(

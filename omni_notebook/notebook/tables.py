@@ -198,7 +198,7 @@ def _ack_note(ack: OmniACK) -> str:
 def status_table(status: EngineStatus) -> Table:
     """A row a stage; requests are running / queued / in transit / at the gate."""
     if status.closed:
-        title = f"{status.model}: shut down"
+        title = f"{status.model}: {'shut down' if status.left_at is None else 'disconnected'}"
     else:
         gate = "closed" if status.paused else "open"
         title = f"{status.model} · admission {gate} · up {status.uptime_s:.0f} s"

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from omni_notebook.engine import arguments
 from omni_notebook.engine.loras import check_lora_id, lora_request_from
 from omni_notebook.engine.remote.bounds import bound
+from omni_notebook.engine.remote.connection import Connection
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
-    from omni_notebook.engine.remote.line import Answer, Line
-    from omni_notebook.engine.remote.servers import Server
-
-T = TypeVar("T")
+    from collections.abc import Sequence
 
 
-class RemoteLoRACalls(ABC):
+class LoRACalls(Connection):
     """Adding, removing, pinning and listing; folders are those of the server's machine."""
-
-    _server: Server
-    _line: Line
-    host: str | None
-
-    @abstractmethod
-    async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run on the connection's loop."""
-
-    @abstractmethod
-    async def _order(self, what: str, path: str, body: dict[str, Any] | None, method: str = "POST") -> Answer:
-        """An order's answer."""
 
     async def add_lora(
         self, request: LoRARequest, stage_ids: Sequence[int] | int | None = None, timeout: float | None = None

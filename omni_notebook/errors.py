@@ -19,6 +19,7 @@
     ├── WorkerDiedError           a rank's process ended; `.stage_id`, `.rank`, `.log_lines`
     ├── RemoteWorkerError         a rank's process raised an error of a class that is not known here; `.type_name`
     ├── LedgerError               the file that keeps the history can not be used; it was left as it is
+    ├── UpstreamError             the vllm_omni engine behind this one raised, or ended without an answer
     ├── PeerLostError             a rank lost the others of its tensor-parallel group; restart the stage
     └── EngineClosedError         the engine was shut down
 
@@ -200,6 +201,12 @@ class PeerLostError(OmniError):
     """A rank of the tensor-parallel group died, failed or stopped answering; this rank has left the group for good."""
 
     error_code = "PEER_LOST"
+
+
+class UpstreamError(OmniError):
+    """The installed `vllm_omni` engine raised, or ended a call without an answer; its own words, `__cause__` if any."""
+
+    error_code = "UPSTREAM"
 
 
 class EngineClosedError(OmniError):

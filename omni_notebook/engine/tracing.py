@@ -1,7 +1,7 @@
 """OpenTelemetry spans of orders and requests, where its API is installed; nothing else is imported, none is kept else.
 
 The API is looked for once, when the first span begins. What it does with a span (nothing, without an SDK) is its own
-affair: OTEL_SDK_DISABLED and the exporters are settings of the SDK. No span is made for a token or a look at the status.
+affair: OTEL_SDK_DISABLED and the exporters are settings of the SDK. A token or a look at the status makes no span.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def spans(monkeypatch: pytest.MonkeyPatch):
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", lambda name, **known: provider.get_tracer(name, **known))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     tracing._tracer.cache_clear()
     yield exporter
     provider.shutdown()

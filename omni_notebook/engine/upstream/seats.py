@@ -1,0 +1,130 @@
+"""Which processes are a stage's ranks: asked of upstream's own process handles, and of /proc for their children."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from omni_notebook.engine.upstream.outside import Outside
+
+_WORKER = re.compile(r"Worker")
+_NUMBERS = re.compile(r"(?:Worker[-_]?|_[A-Z]+)(\d+)")
+_HELPERS = ("resource_tracker", "forkserver")
+
+
+class Seat(NamedTuple):
+    """A rank's place and its process; no process is known where `pid` is None. `started_s` tells it from a later one."""
+
+    replica: int
+    rank: int
+    pid: int | None
+    started_s: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the very process is there."""
+        if self.pid is None:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return process.create_time() == self.started_s and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+def find(upstream: Any, stage_id: int, outside: Outside) -> tuple[Seat, ...]:
+    """The ranks of a stage; one without a process for a replica of which no process is known."""
+    found: list[Seat] = []
+    for replica, client in enumerate(_clients(upstream, stage_id)):
+        family = _families(_roots(client))
+        ranks = _ranks(family, outside)
+        found += [Seat(replica, rank, one.pid, _started_s(one)) for rank, one in enumerate(ranks)] or [
+            Seat(replica, 0, None)
+        ]
+    return tuple(found) or (Seat(0, 0, None),)
+
+
+def descendants() -> list[psutil.Process]:
+    """Every process that comes from this one."""
+    return psutil.Process().children(recursive=True)
+
+
+def end(processes: Iterable[psutil.Process], grace_s: float) -> list[int]:
+    """Kill those that do not end by themselves within `grace_s`; whom that concerned."""
+    _, left = psutil.wait_procs(list(processes), timeout=grace_s)
+    for one in left:
+        one.kill()
+    psutil.wait_procs(left, timeout=grace_s)
+    return [one.pid for one in left]
+
+
+def _clients(upstream: Any, stage_id: int) -> list[Any]:
+    """One client a replica. Source: `StagePool.clients` (vllm_omni/engine/stage_pool.py, 0.30)."""
+    pools = getattr(getattr(upstream, "engine", None), "stage_pools", None) or []
+    return [client for client in pools[stage_id].clients if client is not None] if stage_id < len(pools) else []
+
+
+def _roots(client: Any) -> list[int]:
+    """Process ids that a client names.
+
+    Source, all of 0.30: a diffusion client's process manager (diffusion/stage_diffusion_client.py), the engine cores'
+    manager of vLLM's clients (engine/stage_engine_core_client.py), the executor of an engine in this process
+    (diffusion/executor/multiproc_executor.py).
+    """
+    places = (
+        ("_proc_manager", "proc"),
+        ("resources", "engine_manager", "processes"),
+        ("_engine", "executor", "_processes"),
+    )
+    pids: list[int] = []
+    for path in places:
+        value: Any = client
+        for name in path:
+            value = getattr(value, name, None)
+        handles = value if isinstance(value, list | tuple) else [value]
+        pids += [handle.pid for handle in handles if isinstance(getattr(handle, "pid", None), int)]
+    return pids
+
+
+def _families(roots: Iterable[int]) -> list[psutil.Process]:
+    found: dict[int, psutil.Process] = {}
+    for pid in roots:
+        try:
+            root = psutil.Process(pid)
+            found |= {one.pid: one for one in (root, *root.children(recursive=True))}
+        except psutil.Error:
+            continue
+    return [one for one in found.values() if not any(word in _title(one) for word in _HELPERS)]
+
+
+def _ranks(family: list[psutil.Process], outside: Outside) -> list[psutil.Process]:
+    """Those that upstream calls workers; where none is, those that hold memory on a GPU, else the first."""
+    ranks = [one for one in family if _WORKER.search(_title(one))]
+    if not ranks:
+        holders = outside.holders([one.pid for one in family])
+        ranks = [one for one in family if one.pid in holders]
+    return sorted(ranks, key=_order) or family[:1]
+
+
+def _order(process: psutil.Process) -> tuple[tuple[int, ...], float, int]:
+    """Its places in the groups that its title names ("DiffusionWorker_CFG1_TP0"), then its age."""
+    return tuple(map(int, _NUMBERS.findall(_title(process)))), _started_s(process) or 0.0, process.pid
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _started_s(process: psutil.Process) -> float | None:
+    try:
+        return process.create_time()
+    except psutil.Error:
+        return None

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class DaemonPool(concurrent.futures.ThreadPoolExecutor):
-    """A loop's default executor whose threads do not hold the interpreter's exit: upstream waits in them, maybe for ever.
+    """A loop's default executor whose threads do not hold the interpreter's exit: upstream waits there, maybe for ever.
 
     A thread a call; calls are few.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from omni_notebook.engine.ledger import Ledger
 from omni_notebook.engine.ledger_file import ledger_path
 from omni_notebook.engine.upstream import seats as seats_of
 from omni_notebook.engine.upstream.bounded import Calls, DaemonPool
-from omni_notebook.engine.upstream.outside import Outside
 from omni_notebook.engine.upstream.pausing import Pausing
 from omni_notebook.engine.upstream.requests import Requests
 from omni_notebook.engine.upstream.sleeping import Sleeping
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from omni_notebook.engine.upstream.outside import Seen
-
-import contextlib
+    from omni_notebook.engine.upstream.outside import Outside, Seen
 
 ORDER_S = 600.0
 """Seconds for an order that names none: an upstream sleep copies weights and waits for its running batch."""
@@ -217,8 +215,8 @@ class UpCore:
     @property
     def _note(self) -> str:
         return (
-            f"vllm_omni {self.version}: freed bytes are measured from outside by {self.outside.means}; it does not tell "
-            "tags, host backups, weight versions, or in which stage a request is"
+            f"vllm_omni {self.version}: freed bytes are measured from outside by {self.outside.means}; it does not "
+            "tell tags, host backups, weight versions, or in which stage a request is"
         )
 
     def _glanced(self) -> dict[int, Seen]:

@@ -163,8 +163,11 @@ class UpstreamOmni:
         async def run() -> list[OmniACK]:
             stages = self._core.pick(stage_ids)
             if tags is not None:
-                msg = f"tags={tags!r}: over vllm_omni a stage is woken whole, because nobody tells what a tag holds"
-                raise UnsupportedError(f"{msg}; leave tags out. Nothing changed")
+                msg = (
+                    f"tags={tags!r}: over vllm_omni a stage is woken whole, because nobody tells what a tag holds; "
+                    "leave tags out. Nothing changed"
+                )
+                raise UnsupportedError(msg)
             token, task_id, deadline = CancelToken(), new_task_id(), self._core.deadline(timeout)
             with _span("wake", stages, task_id=task_id) as span:
                 work = self._core.sleeping.wake(stages, task_id, deadline, token)

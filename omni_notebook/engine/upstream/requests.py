@@ -199,7 +199,7 @@ class Requests:
         return ours
 
     async def _pump(self, client: Client, checked: _Checked) -> RequestState:
-        """Pass outputs on. One that upstream calls finished is held until it is known to be the last: each stage says so.
+        """Pass outputs on; one that is finished is held until it is known to be the last: every stage has one.
 
         Raises:
             UpstreamError: the stream ended without a finished output, or is silent because upstream has ended.

@@ -18,7 +18,7 @@ _HELPERS = ("resource_tracker", "forkserver")
 
 
 class Seat(NamedTuple):
-    """A rank's place and its process; no process is known where `pid` is None. `started_s` tells it from a later one."""
+    """A rank's place and its process, None where that is not known; `started_s` tells it from a later one."""
 
     replica: int
     rank: int

@@ -115,8 +115,8 @@ class Sleeping:
     def _busy(self, stage: UpStage) -> StageBusyError:
         count = self._core.requests.in_transit(stage.stage_id)
         msg = (
-            f"stage {stage.stage_id} is busy: 0 running, 0 queued, {count} in transit (vllm_omni does not tell in which "
-            f"stage a request is); {Order.SLEEP_1} is refused, nothing changed. Call pause_generation(mode='keep', "
+            f"stage {stage.stage_id} is busy: 0 running, 0 queued, {count} in transit (vllm_omni does not tell where a "
+            f"request is); {Order.SLEEP_1} is refused, nothing changed. Call pause_generation(mode='keep', "
             f"stage_ids=[{stage.stage_id}]) first, or sleep(..., mode='keep' | 'wait' | 'abort')"
         )
         return StageBusyError(msg, stage_id=stage.stage_id, running=0, queued=0, in_transit=count)

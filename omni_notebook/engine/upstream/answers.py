@@ -42,7 +42,7 @@ class Said:
         if self.error is not None:
             return f"upstream said {self.error}"
         if self.freed_bytes is None:
-            return "upstream said nothing"
+            return "upstream gave no number"
         return f"upstream said {units.size(self.freed_bytes)} ({self.freed_bytes} bytes)"
 
 
@@ -254,5 +254,6 @@ def _note(change: Change, seat: Seat, *, measured: bool, noop: bool) -> str:
     if noop:
         return "there was nothing to do; upstream was not asked"
     how = f"measured from outside by {change.means}" if measured else f"not measured ({_why_not(change, seat)})"
-    unasked = "" if change.said.answers >= len(change.seats) else " for the stage, not for this rank"
-    return f"{how}; {change.said.words}{unasked}"
+    ranks = len(change.seats)
+    together = f" for the stage's {ranks} ranks together" if change.said.freed_bytes is not None and ranks > 1 else ""
+    return f"{how}; {change.said.words}{together}"

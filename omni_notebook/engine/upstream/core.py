@@ -98,7 +98,7 @@ class UpCore:
         await asyncio.wait({ending}, timeout=UPSTREAM_SHUTDOWN_S)
         if ending.done():
             ending.exception()  # its processes are looked at below, whatever it says
-        await asyncio.to_thread(seats_of.end, family.values(), END_GRACE_S)
+        await asyncio.to_thread(seats_of.end, list(family.values()), END_GRACE_S)
         self.outside.close()
         await self.ledger.close()
         self.hub.close()

@@ -18,7 +18,6 @@ from omni_notebook.errors import (
     EngineClosedError,
     OmniError,
     UpstreamError,
-    WorkerDiedError,
 )
 from omni_notebook.protocol import RequestEvent, RequestState, is_unicode, sampling_params_from
 from omni_notebook.stages.waiting import Deadline, Signal
@@ -81,6 +80,14 @@ class Client:
         if isinstance(item, BaseException):
             raise item
         return item
+
+
+def _ours(request_id: str, error: Exception) -> OmniError:
+    if isinstance(error, OmniError):
+        return error
+    ours = UpstreamError(f"request {request_id} failed: {first_line(error)}")
+    ours.__cause__ = error
+    return ours
 
 
 class Requests:
@@ -166,40 +173,36 @@ class Requests:
     async def _carry(self, client: Client, checked: _Checked) -> None:
         request_id = client.ask.request_id
         span = tracing.begun("request", request_id=request_id, stage_ids=list(checked.route))
-        state = RequestState.FAILED
+        last: OmniRequestOutput | OmniError
         try:
             self._tell(client, RequestState.WAITING)
             await self._core.gates.admit(checked.route, checked.wait_s)
             client.admitted_s = time.monotonic()
-            state = await self._pump(client, checked)
+            last = await self._pump(client, checked)
         except asyncio.CancelledError:
-            state = RequestState.ABORTED
-            if self._core.closed:
-                client.put(EngineClosedError(f"the engine was shut down while request {request_id} was in progress"))
+            last = EngineClosedError(f"request {request_id} was ended, its client left or the engine was shut down")
+            self._end(client, last, RequestState.ABORTED, span)
             raise
-        except OmniError as error:
-            span.failed(error)
-            client.put(error)
         except Exception as error:  # noqa: BLE001  (upstream's own classes: engine dead, a stage's error, a refusal)
-            ours = self._ours(request_id, error)
-            span.failed(ours)
-            client.put(ours)
-        finally:
-            self._clients.pop(request_id, None)
-            self._tell(client, state)
-            span.note(request_state=str(state))
-            span.end()
-            self._changed.notify()
+            last = _ours(request_id, error)
+            span.failed(last)
+            self._end(client, last, RequestState.FAILED, span)
+        else:
+            self._end(client, last, RequestState(last.state), span)
 
-    def _ours(self, request_id: str, error: Exception) -> OmniError:
-        words = f"request {request_id} failed: {first_line(error)}"
-        dead = "dead" in type(error).__name__.lower()
-        ours = WorkerDiedError(words, stage_id=0, rank=0) if dead else UpstreamError(words)
-        ours.__cause__ = error
-        return ours
+    def _end(
+        self, client: Client, last: OmniRequestOutput | OmniError, state: RequestState, span: tracing.Span
+    ) -> None:
+        """Off the books first, then told, then given to its client, who may look at the status at once."""
+        self._clients.pop(client.ask.request_id, None)
+        self._tell(client, state)
+        span.note(request_state=str(state))
+        span.end()
+        self._changed.notify()
+        client.put(last)
 
-    async def _pump(self, client: Client, checked: _Checked) -> RequestState:
-        """Pass outputs on; one that is finished is held until it is known to be the last: every stage has one.
+    async def _pump(self, client: Client, checked: _Checked) -> OmniRequestOutput:
+        """Pass outputs on, but for the last, which is the result: every stage's last one says that it is finished.
 
         Raises:
             UpstreamError: the stream ended without a finished output, or is silent because upstream has ended.
@@ -222,8 +225,7 @@ class Requests:
             raise UpstreamError(msg)
         held.finished = True
         held.state = RequestState.ABORTED if outputs.was_aborted(held) else RequestState.FINISHED
-        client.put(held)
-        return RequestState(held.state)
+        return held
 
     async def _next(self, stream: Any) -> Any:
         """The next output; None at the end. Looks now and then whether upstream is there."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from omni_notebook.engine.upstream.outside import Outside
 
 _WORKER = re.compile(r"Worker")
 _NUMBERS = re.compile(r"(?:Worker[-_]?|_[A-Z]+)(\d+)")
+_POLL_S = 0.02
 _HELPERS = ("resource_tracker", "forkserver")
 
 
@@ -54,13 +57,29 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def end(processes: Iterable[psutil.Process], grace_s: float) -> list[int]:
+def end(processes: Collection[psutil.Process], grace_s: float) -> list[int]:
     """Kill those that do not end by themselves within `grace_s`; whom that concerned."""
-    _, left = psutil.wait_procs(list(processes), timeout=grace_s)
+    left = _left(processes, grace_s)
     for one in left:
-        one.kill()
-    psutil.wait_procs(left, timeout=grace_s)
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    _left(left, grace_s)
     return [one.pid for one in left]
+
+
+def _left(processes: Collection[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that run after so long; a zombie holds nothing, and may not be ours to wait for."""
+    deadline_s = time.monotonic() + seconds
+    while (left := [one for one in processes if _runs(one)]) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _clients(upstream: Any, stage_id: int) -> list[Any]:

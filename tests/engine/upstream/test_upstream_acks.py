@@ -57,7 +57,9 @@ def test_an_ack_has_all_keys_and_says_who_measured_and_what_upstream_said(engine
     keys = set(AckMetadata(source="x").to_dict())
     assert all(set(ack.metadata) == keys for ack in (thinker, first, second))
     assert thinker.metadata["note"] == "measured from outside by smaps; upstream gave no number"
-    together = f"measured from outside by smaps; upstream said 48.0 MiB ({2 * HELD} bytes) for the stage's 2 ranks together"
+    together = (
+        f"measured from outside by smaps; upstream said 48.0 MiB ({2 * HELD} bytes) for the stage's 2 ranks together"
+    )
     assert first.metadata["note"] == second.metadata["note"] == together
     assert first.metadata["rank_residual_gib"] != "9.99"
 

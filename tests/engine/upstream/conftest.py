@@ -29,6 +29,9 @@ def package() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FAKE))
         yield
+        from vllm_omni.engine import process
+
+        process.close_all()
     for name in _theirs():
         del sys.modules[name]
     sys.modules.update(kept)

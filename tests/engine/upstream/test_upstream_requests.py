@@ -314,8 +314,7 @@ def test_subscribers_hear_every_ack_state_and_request(engine):
         events, heard = engine.subscribe(), []
 
         async def listen():
-            async for event in events:
-                heard.append(event)
+            heard.extend([event async for event in events])
 
         listening = asyncio.create_task(listen())
         await engine.sleep([1])

@@ -41,10 +41,18 @@ def started(**options: object) -> Iterator[UpstreamOmni]:
 
 
 def left_after(before: set[psutil.Process], seconds: float = 5.0) -> set[psutil.Process]:
-    """Processes of this one that were not there before and do not end in time."""
+    """Processes of this one that were not there before and do not end in time; a zombie holds nothing."""
     deadline = time.monotonic() + seconds
-    while left := set(psutil.Process().children(recursive=True)) - before:
+    while left := {one for one in set(psutil.Process().children(recursive=True)) - before if runs(one.pid)}:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
     return left
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

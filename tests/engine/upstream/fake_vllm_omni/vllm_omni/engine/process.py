@@ -16,6 +16,7 @@ import time
 import zlib
 
 BLOCK = 1 << 16
+STARTED = []
 
 
 class Memory:
@@ -30,7 +31,7 @@ class Memory:
         self.file = None
 
     def sleep(self):
-        self.file = tempfile.TemporaryFile()
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  (it lives until the wake)
         for place in range(0, self.n_bytes, BLOCK):
             self.file.write(self.held[place : place + BLOCK])
         self.file.flush()
@@ -77,8 +78,19 @@ class Children:
 def start(title, n_bytes, seed, children=0):
     words = [sys.executable, "-S", __file__, title, str(n_bytes), str(seed), str(children)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    STARTED.append(process)
     assert json.loads(process.stdout.readline()) == "ready"
     return process
+
+
+def close_all():
+    """End what a test left on purpose; only then are the pipes closed."""
+    for process in STARTED:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+    STARTED.clear()
 
 
 def ask(process, order):

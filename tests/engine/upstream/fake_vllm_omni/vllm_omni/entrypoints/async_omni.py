@@ -1,3 +1,4 @@
+# ruff: noqa: EM101, EM102
 """The entry point: the calls and bookkeeping of 0.30 that a caller can see, and lies that it can be told to tell.
 
 `lies` holds words; each is looked for where it would be told.

@@ -7,8 +7,6 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from omni_notebook.engine import arguments, tracing
 from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.gates import Gates
@@ -64,7 +62,7 @@ class UpCore:
             UpStage(number, config, seats_of.find(upstream, number, outside), self._on_change)
             for number, config in enumerate(configs(upstream, model))
         ]
-        self.family = seats_of.descendants()
+        self.family = seats_of.family(upstream, len(self.stages))
         self.gates = Gates(self.stages)
         self.requests = Requests(self)
         self.sleeping = Sleeping(self)
@@ -86,7 +84,7 @@ class UpCore:
             return
         self.closed = self.gates.closed = True
         self.gates.notify()
-        family = {one.pid: one for one in (*self.family, *self._ranks())}
+        family = {one.pid: one for one in (*self.family, *seats_of.family(self.upstream, len(self.stages)))}
         await self.requests.end_all(SETTLE_S)
         if self._background:
             await asyncio.wait(set(self._background), timeout=SETTLE_S)
@@ -102,13 +100,6 @@ class UpCore:
         self.outside.close()
         await self.ledger.close()
         self.hub.close()
-
-    def _ranks(self) -> list[psutil.Process]:
-        found = []
-        for seat in (seat for stage in self.stages for seat in stage.seats if seat.alive):
-            with contextlib.suppress(psutil.Error):
-                found.append(psutil.Process(seat.pid))
-        return found
 
     def _on_change(self, stage: UpStage, reason: str) -> None:
         self.gates.notify()

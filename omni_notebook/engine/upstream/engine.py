@@ -72,8 +72,14 @@ class UpstreamOmni:
         except BaseException:
             _end_new(before)
             raise
+        try:
+            self._core = UpCore(upstream, str(model), outside, package.version(), default_timeout)
+        except BaseException:
+            with contextlib.suppress(Exception):  # its processes are ended below, whatever it says
+                upstream.shutdown()
+            _end_new(before)
+            raise
         self._loop = EngineLoop("omni-upstream")
-        self._core = UpCore(upstream, str(model), outside, package.version(), default_timeout)
         self._loras = Loras(self._core)
         self._closer = Closer(self._core, self._loop)
         weakref.finalize(self, self._closer.collected)
@@ -459,7 +465,7 @@ def _span(name: str, stages: Any, **attributes: Any) -> Any:
 
 def _end_new(before: set[int]) -> None:
     """A start that failed leaves no process."""
-    seats.end([one for one in seats.descendants() if one.pid not in before], END_GRACE_S)
+    seats.end(seats.new_since(before), END_GRACE_S)
 
 
 def _silent(what: str, fraction: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import io
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 _AR = ("seed", "max_tokens", "temperature", "top_p", "top_k", "stop_token_ids")
 _DIFFUSION = ("seed", "num_inference_steps", "guidance_scale", "width", "height")
-_GREEDY = {"top_p": 1.0, "top_k": 0}
+_DERIVED = frozenset({"output_text_buffer_length"})
 
 
 def checked_prompt(prompt: Any) -> Any:
@@ -38,7 +37,7 @@ def params_for(defaults: Sequence[Any], given: Any) -> list[Any]:
     """One set of parameters a stage: its own defaults, and what the caller named of what concerns it.
 
     `given` was checked by `sampling_params_from`. A stage's class decides what concerns it: one with `max_tokens` makes
-    text.
+    text, and is asked for the text so far, not for what is new. vLLM's class is a msgspec Struct, the other a dataclass.
     """
     named = _named(given)
     return [_changed(default, named) for default in defaults]
@@ -57,16 +56,16 @@ def _named(given: Any) -> dict[str, Any]:
 def _changed(default: Any, named: dict[str, Any]) -> Any:
     is_ar = hasattr(default, "max_tokens")
     values = {name: named[name] for name in (_AR if is_ar else _DIFFUSION) if name in named}
-    if is_ar and values.get("temperature") == 0:
-        values = {**values, **_GREEDY}
+    kind: Any = getattr(default, "output_kind", None)
+    if getattr(kind, "name", "") == "DELTA":
+        values["output_kind"] = type(kind).CUMULATIVE
     if "stop_token_ids" in values:
         values["stop_token_ids"] = list(values["stop_token_ids"])
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return dataclasses.replace(default, **values)
-    made = copy.deepcopy(default)
-    for name, value in values.items():
-        setattr(made, name, value)
-    return made
+    names = [name for name in getattr(default, "__struct_fields__", ()) if not name.startswith("_")]
+    kept = {name: getattr(default, name) for name in names if name not in _DERIVED}
+    return type(default)(**{**kept, **values})  # anew, because the class computes more from what it is given
 
 
 async def converted(output: Any, request_id: str, final_type: str) -> OmniRequestOutput:

@@ -121,16 +121,16 @@ class Requests:
         given = ask.sampling_params
         sampling_params_from(given)
         prompt = outputs.checked_prompt(ask.prompt)
-        route, final_type = self._route(ask.output_modalities)
+        route, wanted = self._route(ask.output_modalities)
         wait_s = arguments.check_timeout(ask.admission_timeout, "admission_timeout")
         call = {
             "prompt": prompt,
             "request_id": ask.request_id,
             "sampling_params_list": outputs.params_for(self._core.upstream.default_sampling_params_list, given),
-            "output_modalities": None if ask.output_modalities is None else [final_type],
+            "output_modalities": None if ask.output_modalities is None else wanted,
             "lora_request": self._adapter(ask.lora_request),
         }
-        return _Checked(call, route, wait_s or 0.0, final_type)
+        return _Checked(call, route, wait_s or 0.0, wanted[-1])
 
     def _check_id(self, request_id: Any) -> None:
         if not isinstance(request_id, str) or not request_id or not is_unicode(request_id):
@@ -140,8 +140,8 @@ class Requests:
             msg = f"request_id {request_id!r} is already in progress; nothing was started"
             raise ArgumentError(msg)
 
-    def _route(self, modalities: Any) -> tuple[tuple[int, ...], str]:
-        """All stages that must be awake, and what the request ends with.
+    def _route(self, modalities: Any) -> tuple[tuple[int, ...], list[str]]:
+        """All stages that must be awake, and what is wanted, the last of it last.
 
         Upstream refuses every request while any stage sleeps, so that the route is the whole pipeline.
         """
@@ -152,7 +152,7 @@ class Requests:
         if not wanted or wrong is not None:
             msg = f"output_modalities={modalities!r}: this pipeline gives {', '.join(kinds)}. Nothing was started"
             raise ArgumentError(msg)
-        return tuple(stage.stage_id for stage in stages), max(wanted, key=kinds.index)
+        return tuple(stage.stage_id for stage in stages), sorted(wanted, key=kinds.index)
 
     def _adapter(self, asked: Any) -> Any:
         if asked is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from omni_notebook.engine.upstream.outside import Outside
 
 _WORKER = re.compile(r"Worker")
 _NUMBERS = re.compile(r"(?:Worker[-_]?|_[A-Z]+)(\d+)")
+_REPLICA = re.compile(r"_replica(\d+)")
 _POLL_S = 0.02
 _HELPERS = ("resource_tracker", "forkserver")
 
@@ -44,12 +46,22 @@ def find(upstream: Any, stage_id: int, outside: Outside) -> tuple[Seat, ...]:
     """The ranks of a stage; one without a process for a replica of which no process is known."""
     found: list[Seat] = []
     for replica, client in enumerate(_clients(upstream, stage_id)):
-        family = _families(_roots(client))
-        ranks = _ranks(family, outside)
+        ranks = _ranks(_family(client), outside)
         found += [Seat(replica, rank, one.pid, _started_s(one)) for rank, one in enumerate(ranks)] or [
             Seat(replica, 0, None)
         ]
     return tuple(found) or (Seat(0, 0, None),)
+
+
+def family(upstream: Any, stages: int) -> list[psutil.Process]:
+    """Every process that upstream started for its stages, and theirs; never this one."""
+    clients = [client for stage_id in range(stages) for client in _clients(upstream, stage_id)]
+    return [one for client in clients for one in _family(client) if one.pid != os.getpid()]
+
+
+def new_since(before: Collection[int]) -> list[psutil.Process]:
+    """Processes that come from this one and were not there before; none that Python keeps for itself."""
+    return [one for one in descendants() if one.pid not in before and not _is_helper(one)]
 
 
 def descendants() -> list[psutil.Process]:
@@ -88,12 +100,30 @@ def _clients(upstream: Any, stage_id: int) -> list[Any]:
     return [client for client in pools[stage_id].clients if client is not None] if stage_id < len(pools) else []
 
 
+def _family(client: Any) -> list[psutil.Process]:
+    """A replica's processes: those that its client names and their children; this one where it runs here."""
+    roots = _roots(client)
+    if not roots and getattr(client, "_engine", None) is not None:
+        return [psutil.Process()]
+    found: dict[int, psutil.Process] = {}
+    for pid in roots:
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(pid)
+            found |= {one.pid: one for one in (root, *root.children(recursive=True))}
+    return [one for one in found.values() if not _is_helper(one)]
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    title = _title(process)
+    return any(word in title for word in _HELPERS)
+
+
 def _roots(client: Any) -> list[int]:
     """Process ids that a client names.
 
     Source, all of 0.30: a diffusion client's process manager (diffusion/stage_diffusion_client.py), the engine cores'
-    manager of vLLM's clients (engine/stage_engine_core_client.py), the executor of an engine in this process
-    (diffusion/executor/multiproc_executor.py).
+    manager of vLLM's clients, which may have those of all replicas (engine/stage_engine_core_proc_manager.py), the
+    executor of an engine in this process (diffusion/executor/multiproc_executor.py).
     """
     places = (
         ("_proc_manager", "proc"),
@@ -106,19 +136,14 @@ def _roots(client: Any) -> list[int]:
         for name in path:
             value = getattr(value, name, None)
         handles = value if isinstance(value, list | tuple) else [value]
-        pids += [handle.pid for handle in handles if isinstance(getattr(handle, "pid", None), int)]
+        pids += [one.pid for one in handles if isinstance(getattr(one, "pid", None), int) and _is_of(one, client)]
     return pids
 
 
-def _families(roots: Iterable[int]) -> list[psutil.Process]:
-    found: dict[int, psutil.Process] = {}
-    for pid in roots:
-        try:
-            root = psutil.Process(pid)
-            found |= {one.pid: one for one in (root, *root.children(recursive=True))}
-        except psutil.Error:
-            continue
-    return [one for one in found.values() if not any(word in _title(one) for word in _HELPERS)]
+def _is_of(handle: Any, client: Any) -> bool:
+    """Whether a process belongs to the client's own replica, as far as its name says."""
+    replica = _REPLICA.search(str(getattr(handle, "name", "")))
+    return replica is None or int(replica[1]) == getattr(client, "replica_id", int(replica[1]))
 
 
 def _ranks(family: list[psutil.Process], outside: Outside) -> list[psutil.Process]:

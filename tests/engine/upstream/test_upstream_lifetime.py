@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from omni_notebook.engine.upstream import package as upstream_package
+from omni_notebook.engine.upstream import seats
 from omni_notebook.engine.upstream.engine import UpstreamOmni
+from omni_notebook.engine.upstream.outside import Outside
 from omni_notebook.engine.upstream.package import UntestedUpstreamWarning
 from omni_notebook.errors import EngineClosedError, UnsupportedError, UpstreamError
 from tests.engine.upstream.conftest import FAKE
@@ -52,6 +56,45 @@ def test_a_shutdown_in_the_middle_of_a_hung_sleep_ends_in_time(package):
     assert left_after(before) == set()
 
 
+def test_a_shutdown_ends_no_process_of_the_persons_own(package):
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    mine = [subprocess.Popen(words)]
+    try:
+        engine = UpstreamOmni("some/model")
+        mine.append(subprocess.Popen(words))
+        engine.shutdown()
+        assert [one.poll() for one in mine] == [None, None]
+    finally:
+        for one in mine:
+            one.kill()
+            one.wait()
+
+
+def test_a_diffusion_stage_in_this_process_is_measured_as_this_process_and_never_ended(package):
+    client = SimpleNamespace(_engine=SimpleNamespace(executor=SimpleNamespace()))
+    upstream = SimpleNamespace(engine=SimpleNamespace(stage_pools=[SimpleNamespace(clients=[client])]))
+    (seat,) = seats.find(upstream, 0, Outside("cpu"))
+    assert (seat.pid, seat.alive) == (os.getpid(), True)
+    assert seats.family(upstream, 1) == []
+
+
+def test_replicas_that_share_a_process_manager_keep_their_own_processes():
+    held = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    try:
+        handles = [
+            SimpleNamespace(pid=one.pid, name=f"StageEngineCoreProc_stage0_replica{n}") for n, one in enumerate(held)
+        ]
+        resources = SimpleNamespace(engine_manager=SimpleNamespace(processes=handles))
+        clients = [SimpleNamespace(resources=resources, replica_id=n) for n in range(2)]
+        upstream = SimpleNamespace(engine=SimpleNamespace(stage_pools=[SimpleNamespace(clients=clients)]))
+        found = seats.find(upstream, 0, Outside("cpu"))
+        assert [(seat.replica, seat.rank, seat.pid) for seat in found] == [(0, 0, held[0].pid), (1, 0, held[1].pid)]
+    finally:
+        for one in held:
+            one.kill()
+            one.wait()
+
+
 def test_an_engine_that_is_dropped_leaves_no_process(package):
     before = set(psutil.Process().children(recursive=True))
     engine = UpstreamOmni("some/model")
@@ -80,7 +123,9 @@ def test_a_script_that_never_shuts_down_exits_and_leaves_nothing():
     script = f"""
 import sys
 sys.path.insert(0, {str(FAKE)!r})
+from omni_notebook.engine.upstream import seats
 from omni_notebook.engine.upstream.engine import UpstreamOmni
+from omni_notebook.engine.upstream.outside import Outside
 engine = UpstreamOmni("some/model", tensor_parallel_size=2)
 engine._core.upstream.lies.add("hang:sleep")
 engine.submit(engine.sleep([0], timeout=60))

@@ -56,10 +56,11 @@ def test_a_text_request_ends_with_the_text(engine):
 
 
 def test_only_what_was_named_replaces_a_stages_own_defaults(engine):
-    params = {"seed": 7, "temperature": 0.0, "num_inference_steps": 5}
+    params = {"seed": 7, "temperature": 0.0, "num_inference_steps": 5, "stop_token_ids": [9]}
     asyncio.run(collect(engine, sampling_params=params))
     ((_, (text, image), _),) = calls(engine, "generate")
     assert (text.seed, text.temperature, text.top_p, text.top_k, text.max_tokens) == (7, 0.0, 1.0, 0, 4)
+    assert (text.output_kind.name, text._all_stop_token_ids) == ("CUMULATIVE", {9})
     assert (image.seed, image.num_inference_steps, image.guidance_scale) == (7, 5, 1.0)
     defaults = engine._core.upstream.default_sampling_params_list
     assert (defaults[0].seed, defaults[1].num_inference_steps) == (None, 2)

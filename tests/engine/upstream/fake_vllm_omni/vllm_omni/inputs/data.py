@@ -1,16 +1,31 @@
+import enum
 from dataclasses import dataclass, field
 
+import msgspec
 
-class SamplingParams:
-    """vLLM's: no dataclass, attributes that are set."""
 
-    def __init__(self) -> None:
-        self.seed = None
-        self.max_tokens = 4
-        self.temperature = 1.0
-        self.top_p = 0.9
-        self.top_k = 5
-        self.stop_token_ids: list[int] = []
+class RequestOutputKind(enum.Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+
+
+class SamplingParams(msgspec.Struct):
+    """vLLM's: a Struct that computes more from what it is given."""
+
+    seed: int | None = None
+    max_tokens: int = 4
+    temperature: float = 1.0
+    top_p: float = 0.9
+    top_k: int = 5
+    stop_token_ids: list[int] = []
+    output_kind: RequestOutputKind = RequestOutputKind.DELTA
+    output_text_buffer_length: int = 0
+    _all_stop_token_ids: set[int] = set()
+
+    def __post_init__(self):
+        self._all_stop_token_ids = set(self.stop_token_ids)
+        if self.temperature == 0:
+            self.top_p, self.top_k = 1.0, 0
 
 
 @dataclass

@@ -12,8 +12,10 @@ from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.gates import Gates
 from omni_notebook.engine.ledger import Ledger
 from omni_notebook.engine.ledger_file import ledger_path
+from omni_notebook.engine.loras import check_lora_id, lora_request_from
 from omni_notebook.engine.upstream import seats as seats_of
 from omni_notebook.engine.upstream.bounded import Calls, DaemonPool
+from omni_notebook.engine.upstream.loras import Loras
 from omni_notebook.engine.upstream.pausing import Pausing
 from omni_notebook.engine.upstream.requests import Requests
 from omni_notebook.engine.upstream.sleeping import Sleeping
@@ -66,6 +68,7 @@ class UpCore:
         self.gates = Gates(self.stages)
         self.requests = Requests(self)
         self.sleeping = Sleeping(self)
+        self.loras = Loras(self)
         self.pausing = Pausing(self)
 
     # -------------------------------------------------------------------------------- lifetime
@@ -161,6 +164,27 @@ class UpCore:
         self._background.discard(task)
         if not task.cancelled():
             task.exception()  # seen: a caller that went away does not read it
+
+    # -------------------------------------------------------------------------------- adapters
+
+    async def add_lora(self, request: Any, stage_ids: Any, timeout: float | None) -> bool:
+        """See `Loras.add`."""
+        checked, stages, token = lora_request_from(request), self.pick(stage_ids), CancelToken()
+        return bool(await self.supervise(self.loras.add(checked, stages, self.deadline(timeout), token), token))
+
+    async def remove_lora(self, lora_int_id: Any, timeout: float | None) -> bool:
+        """See `Loras.remove`."""
+        self.check_open()
+        number, token = check_lora_id(lora_int_id), CancelToken()
+        return bool(await self.supervise(self.loras.remove(number, self.deadline(timeout), token), token))
+
+    async def pin_lora(self, lora_int_id: Any, timeout: float | None) -> bool:
+        """See `Loras.pin`."""
+        self.check_open()
+        number, token = check_lora_id(lora_int_id), CancelToken()
+        return bool(await self.supervise(self.loras.pin(number, self.deadline(timeout), token), token))
+
+    # ------------------------------------------------------------------------------- measuring
 
     async def look(self, stages: Sequence[UpStage]) -> dict[int, Seen]:
         """What the stages' processes hold once it is steady."""

@@ -12,10 +12,9 @@ from omni_notebook.engine import arguments, tracing, views
 from omni_notebook.engine.closing import Closer
 from omni_notebook.engine.entry import Ask
 from omni_notebook.engine.loop import EngineLoop, awaited
-from omni_notebook.engine.loras import check_lora_id, lora_request_from
+from omni_notebook.engine.lora_calls import LoRACalls
 from omni_notebook.engine.upstream import package, seats
 from omni_notebook.engine.upstream.core import START_ANEW, UpCore
-from omni_notebook.engine.upstream.loras import Loras
 from omni_notebook.engine.upstream.outside import Outside
 from omni_notebook.engine.upstream.requests import Client
 from omni_notebook.errors import EngineClosedError, UnsupportedError
@@ -35,7 +34,7 @@ T = TypeVar("T")
 END_GRACE_S = 2.0
 
 
-class UpstreamOmni:
+class UpstreamOmni(LoRACalls):
     """A `vllm_omni` AsyncOmni behind this package's API; see docs/upstream.md for what is measured by whom.
 
     Every coroutine may be awaited from any event loop and thread; `status`, `subscribe` and `shutdown` are plain calls.
@@ -80,7 +79,6 @@ class UpstreamOmni:
             _end_new(before)
             raise
         self._loop = EngineLoop("omni-upstream")
-        self._loras = Loras(self._core)
         self._closer = Closer(self._core, self._loop)
         weakref.finalize(self, self._closer.collected)
         try:
@@ -318,63 +316,6 @@ class UpstreamOmni:
         msg = f"{START_ANEW}. Nothing changed"
         raise UnsupportedError(msg)
 
-    async def add_lora(
-        self, request: LoRARequest, stage_ids: Sequence[int] | int | None = None, timeout: float | None = None
-    ) -> bool:
-        """Add an adapter to the stages that take one; whether it was not there yet.
-
-        Raises:
-            ArgumentError, AsleepError, StageFailedError: refused, nothing changed.
-            UnsupportedError: no stage takes adapters.
-            LoRAError: a stage could not take it; it is on none.
-        """
-
-        async def run() -> bool:
-            checked, stages, token = lora_request_from(request), self._core.pick(stage_ids), CancelToken()
-            work = self._loras.add(checked, stages, self._core.deadline(timeout), token)
-            return bool(await self._core.supervise(work, token))
-
-        return await self._run(run)
-
-    async def remove_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
-        """Remove an adapter from every stage; whether it was there.
-
-        Raises:
-            LoRAError: a stage did not let go of it.
-        """
-
-        async def run() -> bool:
-            self._core.check_open()
-            number, token = check_lora_id(lora_int_id), CancelToken()
-            work = self._loras.remove(number, self._core.deadline(timeout), token)
-            return bool(await self._core.supervise(work, token))
-
-        return await self._run(run)
-
-    async def pin_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
-        """Keep an adapter in its slot; True.
-
-        Raises:
-            ArgumentError: there is no such adapter.
-            LoRAError: a stage can not.
-        """
-
-        async def run() -> bool:
-            self._core.check_open()
-            number, token = check_lora_id(lora_int_id), CancelToken()
-            work = self._loras.pin(number, self._core.deadline(timeout), token)
-            return bool(await self._core.supervise(work, token))
-
-        return await self._run(run)
-
-    async def list_loras(self) -> list[int]:
-        """The numbers of all adapters that were added here, sorted."""
-
-        async def run() -> list[int]:
-            return self._loras.known()
-
-        return await self._run(run)
-
     # ------------------------------------------------------------------------- plain calls
 
     async def check_health(self) -> None:
@@ -433,6 +374,10 @@ class UpstreamOmni:
     def shutdown(self) -> None:
         """End every request, upstream and every process of it, also where upstream does not; idempotent."""
         self._closer.close()
+
+    @property
+    def _adapters(self) -> UpCore:
+        return self._core
 
     async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._loop.here:

@@ -37,7 +37,7 @@ def params_for(defaults: Sequence[Any], given: Any) -> list[Any]:
     """One set of parameters a stage: its own defaults, and what the caller named of what concerns it.
 
     `given` was checked by `sampling_params_from`. A stage's class decides what concerns it: one with `max_tokens` makes
-    text, and is asked for the text so far, not for what is new. vLLM's class is a msgspec Struct, the other a dataclass.
+    text, and is asked for all of it, not for what is new. vLLM's class is a msgspec Struct, the other a dataclass.
     """
     named = _named(given)
     return [_changed(default, named) for default in defaults]

@@ -94,6 +94,7 @@ def test_start_passes_on_only_what_was_given():
     args = vars(read("start", "--tp 2 --num-replicas 3 --ballast 256MiB --devices cpu cpu --step-execution"))
     assert args == {
         "model": "demo",
+        "engine": "embedded",
         "replace": False,
         "tensor_parallel_size": 2,
         "num_replicas": 3,

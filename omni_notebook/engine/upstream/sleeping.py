@@ -287,7 +287,7 @@ class Sleeping:
             seen = self._core.outside.glance(stage.pids)
             for seat in stage.seats:
                 held = seen[seat.pid].n_bytes if seat.pid is not None else None
-                event = MemoryEvent(time.time(), stage.stage_id, seat.rank, seat.replica, {}, held, 0)
+                event = MemoryEvent(time.time(), stage.stage_id, seat.rank, seat.replica, {}, held, None)
                 self._core.hub.push(event)
 
     def raise_if_failed(self, order: str, acks: Sequence[OmniACK], stages: Sequence[UpStage]) -> None:

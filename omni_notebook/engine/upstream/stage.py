@@ -106,7 +106,7 @@ def _rank_status(seat: Seat, seen: Mapping[int, Seen]) -> RankStatus:
         device="unknown" if found is None else found.device,
         alive=seat.alive,
         tags={},
-        host_backup_bytes=0,
+        host_backup_bytes=None,
         process_bytes=None if found is None else found.n_bytes,
     )
 

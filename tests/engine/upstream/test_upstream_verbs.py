@@ -8,7 +8,9 @@ import sys
 import psutil
 import pytest
 
+from omni_notebook import units
 from omni_notebook.errors import ArgumentError, SleepError, UnsupportedError
+from omni_notebook.notebook.dashboard import parts
 from omni_notebook.verbs.auditing.record import Verdict
 from omni_notebook.verbs.registry import execute
 from omni_notebook.verbs.session import Session
@@ -56,7 +58,18 @@ def test_sleep_status_and_wake(session):
         ("thinker", "vllm-omni", "AWAKE"),
         ("dit", "vllm-omni", "ASLEEP"),
     ]
+    assert [(stage.host_backup_bytes, stage.ranks[0].tags) for stage in status.stages] == [(None, {})] * 2
     assert all(ack.ok for ack in execute(session, "wake dit"))
+
+
+def test_a_dashboard_says_what_processes_hold_where_nobody_tells_pools(session):
+    engine = execute(session, START)
+    stages = engine.status().stages
+    held = sum(rank.process_bytes for rank in stages[1].ranks)
+    assert held > 2 * HELD
+    shown = parts.host(stages)
+    assert units.size(held) in shown
+    assert "0 B of 0 B" not in shown
 
 
 def test_level_2_is_one_line_that_names_what_helps(session):

@@ -5,19 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from omni_notebook.engine.core import Core
     from omni_notebook.engine.loop import EngineLoop
 
 SHUTDOWN_S = 10.0
 
 
+class Ending(Protocol):
+    """What can be ended."""
+
+    async def shutdown(self) -> None:
+        """End it; idempotent."""
+
+
 class Closer:
     """Ends one engine on a thread of its own, so that a Ctrl-C in the caller does not stop it half way."""
 
-    def __init__(self, core: Core, loop: EngineLoop) -> None:
+    def __init__(self, core: Ending, loop: EngineLoop) -> None:
         self._core = core
         self._loop = loop
         self._lock = threading.Lock()

@@ -202,6 +202,7 @@ def test_whoever_leaves_the_events_is_forgotten(http: httpx.Client, engine: Asyn
     hub = engine._core.hub
     asyncio.run(until(lambda: len(hub._everyone()) == 1))  # the metrics; those of the tests before have gone
     with http.stream("GET", "/v1/omni/events") as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # dropped, it would close the stream
+        next(lines)
         assert len(hub._everyone()) == 2
     asyncio.run(until(lambda: len(hub._everyone()) == 1))

@@ -31,6 +31,7 @@ PUBLIC = [
     "OmniRequestOutput",
     "OmniSamplingParams",
     "PipelineConfig",
+    "RemoteOmni",
     "StageConfig",
     "__version__",
     "audit",

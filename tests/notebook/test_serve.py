@@ -194,7 +194,8 @@ def test_without_the_extra_it_says_what_to_install():
         "import sys; sys.modules['uvicorn'] = None",
         "from omni_notebook.verbs.registry import execute",
         "from omni_notebook.verbs.session import session",
-        "session().use(type('Engine', (), {'status': lambda self: type('Status', (), {'closed': False})})())",
+        "status = lambda self: type('Status', (), {'closed': False})",
+        "session().use(type('Engine', (), {'url': None, 'status': status})())",
         "try: execute(session(), 'serve')",
         "except Exception as error: print(type(error).__name__, error)",
     ]

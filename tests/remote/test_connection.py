@@ -10,6 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
@@ -25,7 +26,7 @@ from omni_notebook.errors import (
     UnsupportedError,
 )
 from omni_notebook.protocol import LinkEvent, MemoryState, StateEvent
-from tests.engine.engine_helpers import PROMPT, collect, reset, until
+from tests.engine.engine_helpers import PROMPT, collect, reset, slow, until
 from tests.remote.served import Contract, rude, serving, tell
 
 if TYPE_CHECKING:
@@ -205,6 +206,21 @@ def test_an_answer_that_is_none_is_an_error_that_says_where_to_look(odd: Rude, b
     odd.on_order = lambda handler: tell(handler, body)
     with RemoteOmni(odd.url) as engine, pytest.raises(ServerLostError, match="with something else than expected"):
         asyncio.run(engine.sleep([0]))
+
+
+def test_an_order_whose_client_leaves_goes_on_unless_it_asked_for_the_other(engine: Contract) -> None:
+    async def scenario(headers: dict[str, str]) -> str:
+        await engine.pause_generation(mode="keep", stage_ids=[1])
+        with slow(engine, 1, 0.4, "prepare_sleep"):
+            with pytest.raises(httpx.ReadTimeout):
+                async with httpx.AsyncClient(timeout=0.2) as client:
+                    await client.post(f"{engine.url}/v1/omni/sleep", json={"stage_ids": [1]}, headers=headers)
+            await until(lambda: engine.status().stages[1].state in {"AWAKE", "ASLEEP"})
+            return engine.status().stages[1].state
+
+    assert asyncio.run(scenario({})) == "ASLEEP"
+    asyncio.run(engine.wake_up())
+    assert asyncio.run(scenario({"X-Omni-Leave": "cancel"})) == "AWAKE"
 
 
 # ------------------------------------------------------------------------------------- events

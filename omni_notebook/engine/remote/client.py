@@ -211,6 +211,8 @@ class RemoteOmni(Connection, RemoteLoRACalls):
     ) -> AsyncIterator[OmniRequestOutput]:
         """Outputs as they come; as `AsyncOmni.generate`. Images are opened from the PNG files that came.
 
+        A server bounds a request that names no `timeout` too: 600 s, and it waits at most 3600 s at a gate.
+
         Raises:
             ServerLostError: the server went away; the request ends with its client.
             OmniError: what `AsyncOmni.generate` raises.

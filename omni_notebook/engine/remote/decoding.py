@@ -26,7 +26,10 @@ def _kinds(kind: type[errors.OmniError] = errors.OmniError) -> Iterator[type[err
             yield from _kinds(below)
 
 
+_NEEDED = {"BUSY": "stage_id", "OUT_OF_MEMORY": "needed_bytes", "WORKER_DIED": "rank"}
+"""What an error of these classes always has: the server's own "too many at once" has the code of a busy stage."""
 _OF_CODE = {kind.error_code: kind for kind in _kinds() if kind.error_code != errors.OmniError.error_code}
+_OF_CODE["ENDED"] = errors.EngineClosedError
 
 
 def object_of(content: bytes) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def error_of(status: int, content: bytes, where: str) -> Exception:
     code, message = str(found.get("code")), found["message"]
     details = found.get("details") if isinstance(found.get("details"), dict) else {}
     known = {str(key): value for key, value in (details or {}).items() if not str(key).startswith("_")}
-    if code in _OF_CODE:
+    if code in _OF_CODE and _NEEDED.get(code, "") in {"", *known}:
         if code in {errors.SleepError.error_code, errors.WakeError.error_code}:
             known["acks"] = acks_of(body) or []
         return errors.rebuilt(_OF_CODE[code], (message,), known)

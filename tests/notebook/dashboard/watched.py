@@ -78,6 +78,8 @@ def slept(n, share=0.0):
 class FakeEngine:
     """Answers the calls that a dashboard makes; `current` is the status it gives."""
 
+    url = host = None
+
     def __init__(self, current):
         self.current = current
         self.hub = EventHub()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omni_notebook.config import PipelineConfig, StageConfig
     from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.engine.history import history
+    from omni_notebook.engine.upstream.engine import UpstreamOmni
     from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.notebook.dashboard import dashboard, plot_timeline
     from omni_notebook.protocol import LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
@@ -32,6 +33,7 @@ __all__ = [
     "OmniSamplingParams",
     "PipelineConfig",
     "StageConfig",
+    "UpstreamOmni",
     "__version__",
     "audit",
     "audit_async",
@@ -55,6 +57,7 @@ _HOME = {
     "OmniSamplingParams": "omni_notebook.protocol",
     "PipelineConfig": "omni_notebook.config",
     "StageConfig": "omni_notebook.config",
+    "UpstreamOmni": "omni_notebook.engine.upstream.engine",
     "audit": "omni_notebook.verbs.auditing.calls",
     "audit_async": "omni_notebook.verbs.auditing.calls",
     "borrowed": "omni_notebook.verbs.borrowing.lease",

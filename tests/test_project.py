@@ -32,6 +32,7 @@ PUBLIC = [
     "OmniSamplingParams",
     "PipelineConfig",
     "StageConfig",
+    "UpstreamOmni",
     "__version__",
     "audit",
     "audit_async",

@@ -61,6 +61,7 @@ class UpCore:
         self._glance: tuple[float, dict[int, Seen]] = (0.0, {})
         self._background: set[asyncio.Task[Any]] = set()
         self._order_lock = asyncio.Lock()
+        self.outside.glance([])  # opens the driver once, before threads look
         self.ledger = Ledger(ledger_path(), model)
         self.hub = EventHub(self.ledger.take)
         self.stages = [

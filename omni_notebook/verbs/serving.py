@@ -6,6 +6,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
+from omni_notebook.errors import UnsupportedError
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.registry import verb
 from omni_notebook.verbs.waits import in_thread

@@ -82,7 +82,10 @@ def _error(answer: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A stage's transition as it was seen: looks before and after by process id, and what upstream said."""
+    """A stage's transition as it was seen: looks before and after by process id, and what upstream said.
+
+    `devices_bytes` is what everybody held on the devices before and after.
+    """
 
     task_id: str
     stage_id: int
@@ -94,6 +97,7 @@ class Change:
     means: str
     floor_bytes: int
     platform: str
+    devices_bytes: tuple[int | None, int | None] = (None, None)
 
     def seen(self, seat: Seat) -> tuple[Seen | None, Seen | None]:
         """A rank's process before and after."""
@@ -250,10 +254,21 @@ def _ack(
     )
 
 
+def _by_everybody(change: Change) -> str:
+    """What all holders together gave up or took: no rank's bytes, but better than nothing where ids are hidden."""
+    before, after = change.devices_bytes
+    if before is None or after is None:
+        return ""
+    word = "fewer" if before >= after else "more"
+    return f"; all holders together have {units.size(abs(before - after))} {word} on the devices than before"
+
+
 def _note(change: Change, seat: Seat, *, measured: bool, noop: bool) -> str:
     if noop:
         return "there was nothing to do; upstream was not asked"
-    how = f"measured from outside by {change.means}" if measured else f"not measured ({_why_not(change, seat)})"
+    how = f"measured from outside by {change.means}"
+    if not measured:
+        how = f"not measured ({_why_not(change, seat)}{_by_everybody(change)})"
     ranks = len(change.seats)
     together = f" for the stage's {ranks} ranks together" if change.said.freed_bytes is not None and ranks > 1 else ""
     return f"{how}; {change.said.words}{together}"

@@ -16,6 +16,7 @@ from omni_notebook.engine.loras import check_lora_id, lora_request_from
 from omni_notebook.engine.upstream import seats as seats_of
 from omni_notebook.engine.upstream.bounded import Calls, DaemonPool
 from omni_notebook.engine.upstream.loras import Loras
+from omni_notebook.engine.upstream.outside import Look
 from omni_notebook.engine.upstream.pausing import Pausing
 from omni_notebook.engine.upstream.requests import Requests
 from omni_notebook.engine.upstream.sleeping import Sleeping
@@ -25,7 +26,7 @@ from omni_notebook.protocol import EngineStatus, MemoryState, PauseState, StateE
 from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Coroutine
     from contextlib import AbstractAsyncContextManager
 
     from omni_notebook.engine.upstream.outside import Outside, Seen
@@ -35,9 +36,11 @@ ORDER_S = 600.0
 HEALTH_S = 10.0
 CANCEL_GRACE_S = 0.8
 SETTLE_S = 2.0
-UPSTREAM_SHUTDOWN_S = 6.0
+UPSTREAM_SHUTDOWN_S = 25.0
 """What an upstream shutdown may take before its processes are ended from here."""
-END_GRACE_S = 1.0
+END_GRACE_S = 2.0
+SHUTDOWN_S = 40.0
+"""All of the above together, and the ledger."""
 GLANCE_S = 0.2
 
 
@@ -58,6 +61,7 @@ class UpCore:
         self._glance: tuple[float, dict[int, Seen]] = (0.0, {})
         self._background: set[asyncio.Task[Any]] = set()
         self._order_lock = asyncio.Lock()
+        self.outside.glance([])  # opens the driver once, before threads look
         self.ledger = Ledger(ledger_path(), model)
         self.hub = EventHub(self.ledger.take)
         self.stages = [
@@ -186,10 +190,10 @@ class UpCore:
 
     # ------------------------------------------------------------------------------- measuring
 
-    async def look(self, stages: Sequence[UpStage]) -> dict[int, Seen]:
-        """What the stages' processes hold once it is steady."""
-        pids = sorted({pid for stage in stages for pid in stage.pids})
-        return await asyncio.to_thread(self.outside.look, pids)
+    async def look(self, stage: UpStage) -> Look:
+        """What a stage's processes hold once it is steady."""
+        seen = await asyncio.to_thread(self.outside.look, stage.pids)
+        return Look(seen, self.outside.devices_bytes())
 
     # ---------------------------------------------------------------------------------- health
 

@@ -14,7 +14,7 @@ from omni_notebook.engine.entry import Ask
 from omni_notebook.engine.loop import EngineLoop, awaited
 from omni_notebook.engine.lora_calls import LoRACalls
 from omni_notebook.engine.upstream import package, seats
-from omni_notebook.engine.upstream.core import START_ANEW, UpCore
+from omni_notebook.engine.upstream.core import SHUTDOWN_S, START_ANEW, UpCore
 from omni_notebook.engine.upstream.outside import Outside
 from omni_notebook.engine.upstream.requests import Client
 from omni_notebook.errors import EngineClosedError, UnsupportedError
@@ -84,7 +84,7 @@ class UpstreamOmni(LoRACalls):
             _end_new(before)
             raise
         self._loop = EngineLoop("omni-upstream")
-        self._closer = Closer(self._core, self._loop)
+        self._closer = Closer(self._core, self._loop, SHUTDOWN_S)
         weakref.finalize(self, self._closer.collected)
         try:
             self._loop.submit(self._core.start()).result()

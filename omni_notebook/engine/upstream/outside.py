@@ -35,6 +35,13 @@ class Seen(NamedTuple):
     gone: bool = False
 
 
+class Look(NamedTuple):
+    """One look: processes by their ids, and what all holders together have on the devices; None = not told."""
+
+    processes: dict[int, Seen]
+    devices_bytes: int | None = None
+
+
 class Outside:
     """Looks at processes on one kind of device.
 
@@ -74,6 +81,15 @@ class Outside:
         if self.device_type == "cpu":
             return {pid: _on_cpu(pid) for pid in pids}
         return self._on_cuda(pids)
+
+    def devices_bytes(self) -> int | None:
+        """What all processes, whoever's, hold on the devices that this one may use; None on a CPU or where not told."""
+        if self.device_type == "cpu":
+            return None
+        try:
+            return sum(int(self._nvml.nvmlDeviceGetMemoryInfo(one).used) for one in self._devices().values())
+        except Exception:  # noqa: BLE001  (as in `_on_cuda`: nobody can tell)
+            return None
 
     def holders(self, pids: Collection[int]) -> set[int]:
         """Those of the processes that hold memory on a GPU; none where that is not told."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from omni_notebook.engine.upstream.core import UpCore
-    from omni_notebook.engine.upstream.outside import Seen
+    from omni_notebook.engine.upstream.outside import Look
     from omni_notebook.engine.upstream.stage import UpStage
     from omni_notebook.protocol import OmniACK
     from omni_notebook.stages.waiting import CancelToken
@@ -126,9 +126,9 @@ class Sleeping:
     ) -> list[OmniACK]:
         names = self._names
         if not run:
-            seen = await self._core.look([stage])
+            seen = await self._core.look(stage)
             return answers.noop_acks(self._change(stage, task_id, (seen, seen), Said(), 0.0), stage.level, names())
-        before = await self._core.look([stage])
+        before = await self._core.look(stage)
         if deadline.passed:
             late = Said(error="nothing, it was not asked: no time was left", error_code=DeadlineError.error_code)
             return answers.sleep_acks(self._change(stage, task_id, (before, before), late, 0.0), names())
@@ -190,7 +190,7 @@ class Sleeping:
         return acks
 
     async def _wake_one(self, stage: UpStage, task_id: str, deadline: Deadline) -> list[OmniACK]:
-        before = await self._core.look([stage])
+        before = await self._core.look(stage)
         if decide(Order.WAKE, stage.state, stage.level) == Action.NOOP:
             change = self._change(stage, task_id, (before, before), Said(), 0.0)
             return answers.noop_acks(change, None, self._names())
@@ -239,22 +239,20 @@ class Sleeping:
             said = Said(error=str(error), error_code=error.error_code)
         return said, (time.perf_counter() - began_s) * 1000
 
-    async def _looked_until(
-        self, stage: UpStage, before: dict[int, Seen], enough: Callable[[int], bool]
-    ) -> dict[int, Seen]:
+    async def _looked_until(self, stage: UpStage, before: Look, enough: Callable[[int], bool]) -> Look:
         """A steady look; a second one a moment later where a driver has not caught up with what upstream said."""
-        seen = await self._core.look([stage])
-        freed = sum((before[pid].n_bytes or 0) - (seen[pid].n_bytes or 0) for pid in seen)
+        seen = await self._core.look(stage)
+        freed = sum((before.processes[pid].n_bytes or 0) - (one.n_bytes or 0) for pid, one in seen.processes.items())
         if not enough(freed):
             await asyncio.sleep(LOOK_AGAIN_S)
-            seen = await self._core.look([stage])
+            seen = await self._core.look(stage)
         return seen
 
     def _change(
         self,
         stage: UpStage,
         task_id: str,
-        looks: tuple[dict[int, Seen], dict[int, Seen]],
+        looks: tuple[Look, Look],
         said: Said,
         latency_ms: float,
     ) -> Change:
@@ -263,8 +261,9 @@ class Sleeping:
             task_id=task_id,
             stage_id=stage.stage_id,
             seats=stage.seats,
-            before=looks[0],
-            after=looks[1],
+            before=looks[0].processes,
+            after=looks[1].processes,
+            devices_bytes=(looks[0].devices_bytes, looks[1].devices_bytes),
             said=said,
             latency_ms=latency_ms,
             means=outside.means,

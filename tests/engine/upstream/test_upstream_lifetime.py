@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from omni_notebook.engine.upstream import core, seats
 from omni_notebook.engine.upstream import package as upstream_package
-from omni_notebook.engine.upstream import seats
 from omni_notebook.engine.upstream.engine import UpstreamOmni
 from omni_notebook.engine.upstream.outside import Outside
 from omni_notebook.engine.upstream.package import UntestedUpstreamWarning
@@ -40,6 +40,18 @@ def test_a_shutdown_that_upstream_fails_still_ends_its_processes(package):
     assert engine.status().closed
     with pytest.raises(EngineClosedError):
         asyncio.run(engine.sleep())
+
+
+def test_a_shutdown_that_hangs_in_upstream_is_ended_from_here(package, monkeypatch):
+    monkeypatch.setattr(core, "UPSTREAM_SHUTDOWN_S", 0.5)
+    monkeypatch.setattr(core, "END_GRACE_S", 0.5)
+    before = set(psutil.Process().children(recursive=True))
+    engine = UpstreamOmni("some/model", tensor_parallel_size=2)
+    lies(engine).add("hang:shutdown")
+    began_s = time.monotonic()
+    engine.shutdown()
+    assert time.monotonic() - began_s < 8
+    assert left_after(before, 0.5) == set()
 
 
 def test_a_shutdown_in_the_middle_of_a_hung_sleep_ends_in_time(package):
@@ -123,7 +135,7 @@ def test_a_script_that_never_shuts_down_exits_and_leaves_nothing():
     script = f"""
 import sys
 sys.path.insert(0, {str(FAKE)!r})
-from omni_notebook.engine.upstream import seats
+from omni_notebook.engine.upstream import core, seats
 from omni_notebook.engine.upstream.engine import UpstreamOmni
 from omni_notebook.engine.upstream.outside import Outside
 engine = UpstreamOmni("some/model", tensor_parallel_size=2)

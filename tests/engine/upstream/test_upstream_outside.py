@@ -30,7 +30,8 @@ class Nvml:
     class NVMLError(Exception):
         """A driver's error."""
 
-    def __init__(self, devices, *, real=False):
+    def __init__(self, devices, *, real=False, used=()):
+        self.used = iter(used)
         self.devices = devices
         self.real = real
         self.open = 0
@@ -49,6 +50,9 @@ class Nvml:
 
     def nvmlDeviceGetName(self, handle):  # noqa: N802  (NVML's name)
         return f"Test GPU {handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802  (NVML's name)
+        return SimpleNamespace(used=next(self.used, 0))
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802  (NVML's name)
         held = self.devices[handle]
@@ -129,13 +133,14 @@ def test_ranks_on_a_gpu_are_measured_by_nvml_a_process_and_named_by_its_device(p
 
 def test_where_process_ids_are_hidden_no_byte_is_taken_from_upstreams_word(package, monkeypatch, nvml):
     on_gpu(monkeypatch)
-    nvml([{1: MIB}])
+    nvml([{1: MIB}], used=(100 * MIB, 40 * MIB, 40 * MIB))
     with started(tensor_parallel_size=2) as engine:
         with pytest.raises(SleepError, match="another namespace") as raised:
             asyncio.run(engine.sleep([1]))
         for ack in raised.value.acks:
             assert (ack.freed_bytes, ack.metadata["observed_bytes"], ack.metadata["observed_scope"]) == (0, None, None)
             assert ack.metadata["error_code"] == "NOT_OBSERVED"
+            assert "all holders together have 60.0 MiB fewer on the devices than before" in ack.metadata["note"]
             assert f"upstream said 48.0 MiB ({2 * HELD} bytes)" in ack.metadata["note"]
         assert str(engine.status().stages[1].state) == "ASLEEP"
         woken = asyncio.run(engine.wake_up([1]))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
 from omni_notebook import units
 from omni_notebook.errors import ArgumentError, SleepError, UnsupportedError
+from omni_notebook.notebook import formatters
 from omni_notebook.notebook.dashboard import parts
 from omni_notebook.verbs.auditing.record import Verdict
 from omni_notebook.verbs.registry import execute
@@ -131,3 +134,12 @@ def test_without_the_package_the_line_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm_omni", None)
     with pytest.raises(UnsupportedError, match=r"vllm_omni is not installed here.*pip install 'vllm-omni==0\.30"):
         execute(Session(), "start some/model --engine vllm-omni")
+
+
+def test_a_cell_that_ends_with_the_engine_shows_its_status(session):
+    engine = execute(session, START)
+    formatter = DisplayFormatter()
+    formatters.install(SimpleNamespace(display_formatter=formatter))
+    shown, _ = formatter.format(engine)
+    assert "diffusion · vllm-omni" in shown["text/plain"]
+    assert "<table" in shown["text/html"]

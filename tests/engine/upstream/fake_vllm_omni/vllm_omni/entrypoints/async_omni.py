@@ -6,6 +6,7 @@
 
 import asyncio
 import contextlib
+import time
 import uuid
 from types import SimpleNamespace
 
@@ -272,6 +273,8 @@ class AsyncOmni:
             raise EngineDeadError("Stage has no live replica")
 
     def shutdown(self, timeout=None):
+        if "hang:shutdown" in self.lies:
+            time.sleep(600)
         if "shutdown" in self.lies:
             raise RuntimeError("shutdown went wrong inside")
         for root in self.roots:

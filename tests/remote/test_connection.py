@@ -297,6 +297,24 @@ def test_tensors_are_refused_before_anything_is_sent(odd: Rude) -> None:
     assert odd.orders == []
 
 
+def test_bounds_beyond_those_that_a_server_takes_are_its_own(engine: Contract) -> None:
+    async def scenario() -> None:
+        assert [ack.ok for ack in await engine.sleep([0], timeout=float("inf"))] == [True]
+        assert [ack.ok for ack in await engine.wake_up([0], timeout=10**9)] == [True]
+        with slow(engine, 0, 0.3, "prepare_sleep"):
+            one = asyncio.create_task(engine.sleep([0]))
+            await until(lambda: engine.status().stages[0].state == "FALLING_ASLEEP")
+            with pytest.raises(DeadlineError, match="another order held stage 0"):
+                await engine.wake_up([0], timeout=0)
+            await one
+        await engine.wake_up([0])
+        params = {"num_inference_steps": 1}
+        made = await collect(engine, sampling_params=params, timeout=float("inf"), admission_timeout=10**9)
+        assert made[-1].images
+
+    asyncio.run(scenario())
+
+
 def test_a_folder_becomes_the_weights(engine: Contract, other_weights: Any) -> None:
     asyncio.run(engine.load_weights(1, other_weights, version="other"))
     assert engine.status().stages[1].weight_version == "other"

@@ -9,6 +9,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.engine import arguments
+from omni_notebook.engine.remote.bounds import bound, bound_at_gates
 from omni_notebook.engine.remote.connection import Connection
 from omni_notebook.engine.remote.lora_calls import RemoteLoRACalls
 from omni_notebook.engine.remote.pumping import pumped
@@ -222,8 +223,8 @@ class RemoteOmni(Connection, RemoteLoRACalls):
             "request_id": uuid.uuid4().hex[:12] if request_id is None else _request_id(request_id),
             "sampling_params": _given(sampling_params),
             "output_modalities": None if output_modalities is None else arguments.listed("", output_modalities),
-            "admission_timeout": arguments.check_timeout(admission_timeout, "admission_timeout"),
-            "timeout": arguments.check_timeout(timeout),
+            "admission_timeout": bound_at_gates(admission_timeout),
+            "timeout": bound(timeout),
         }
         self._check_open()
         try:
@@ -363,15 +364,6 @@ def _request_id(request_id: Any) -> str:
         msg = f"request_id={request_id!r} is not a non-empty string of Unicode text; nothing was started"
         raise ArgumentError(msg)
     return request_id
-
-
-def bound(timeout: Any) -> float | None:
-    """Seconds of an order.
-
-    Raises:
-        ArgumentError: not a number of seconds ≥ 0.
-    """
-    return arguments.check_timeout(timeout)
 
 
 def _given(params: Any) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_notebook.engine import arguments
 from omni_notebook.engine.loras import check_lora_id, lora_request_from
+from omni_notebook.engine.remote.bounds import bound
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
 
@@ -48,7 +49,7 @@ class RemoteLoRACalls(ABC):
                 "lora_int_id": given.lora_int_id,
                 "lora_path": given.lora_path,
                 "stage_ids": None if stage_ids is None else arguments.listed("stage_ids", stage_ids),
-                "timeout": arguments.check_timeout(timeout),
+                "timeout": bound(timeout),
             }
             return bool((await self._order("addition of an adapter", "/loras", body)).body.get("added"))
 
@@ -59,7 +60,7 @@ class RemoteLoRACalls(ABC):
 
         async def run() -> bool:
             self._server.has("remove_lora")
-            arguments.check_timeout(timeout)
+            bound(timeout)
             path = f"/loras/{check_lora_id(lora_int_id)}"
             return bool((await self._order("removal of an adapter", path, None, "DELETE")).body.get("removed"))
 
@@ -70,7 +71,7 @@ class RemoteLoRACalls(ABC):
 
         async def run() -> bool:
             self._server.has("pin_lora")
-            arguments.check_timeout(timeout)
+            bound(timeout)
             path = f"/loras/{check_lora_id(lora_int_id)}/pin"
             return bool((await self._order("pinning of an adapter", path, None)).body.get("pinned"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -219,7 +220,8 @@ class Requests:
                 if held is None:
                     client.put(made)
         finally:
-            await stream.aclose()
+            with contextlib.suppress(RuntimeError):  # it is still running: it was cancelled, and does not end
+                await stream.aclose()
         if held is None:
             msg = f"request {client.ask.request_id}: vllm_omni ended the stream without a finished output"
             raise UpstreamError(msg)
@@ -260,12 +262,8 @@ class Requests:
             DeadlineError, UpstreamError: upstream did not.
         """
         client = self._clients.get(request_id)
-        if client is None:
+        if client is None or client.admitted_s is None:  # at the gate it has not begun
             return False
-        if client.admitted_s is None:  # at the gate, where upstream does not know it
-            client.put(EngineClosedError(f"request {request_id} was aborted before it began"))
-            self.leave(client)
-            return True
         await self._core.calls.run(self._core.upstream.abort(request_id), Deadline(ABORT_S), "abort")
         return True
 

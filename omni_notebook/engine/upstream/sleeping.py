@@ -72,10 +72,16 @@ class Sleeping:
         async with self._core.hold(deadline, token):
             self._check(stages, Order.SLEEP_1)
             todo = [s for s in stages if decide(Order.SLEEP_1, s.state, s.level) == Action.RUN]
-            await self._quiesce(todo, mode, deadline, token)
-            for stage in stages:
-                if not token.cancelled:
-                    acks += await self._sleep_one(stage, task_id, mode, deadline, run=stage in todo)
+            self._refuse_busy(todo, mode)
+            for stage in todo:  # closes the gate: every request goes through every stage
+                stage.move(MemoryState.FALLING_ASLEEP, reason="sleep(1)")
+            try:
+                await self._quiesce(todo, mode, deadline, token)
+                for stage in stages:
+                    if not token.cancelled:
+                        acks += await self._sleep_one(stage, task_id, mode, deadline, run=stage in todo)
+            finally:
+                await self._take_back(todo, mode)
         self._tell("sleep", stages, acks)
         return acks
 
@@ -91,26 +97,42 @@ class Sleeping:
                 )
                 raise PauseError(msg)
 
+    def _refuse_busy(self, stages: Sequence[UpStage], mode: PauseMode | None) -> None:
+        """Refuse what has requests and no mode that ends or keeps them, or waits for some that a pause holds."""
+        for stage in stages:
+            kept = _is_kept(stage)
+            if self._core.requests.in_transit(stage.stage_id) and (mode == PauseMode.WAIT if kept else mode is None):
+                raise self._busy(stage)
+
     async def _quiesce(
         self, stages: Sequence[UpStage], mode: PauseMode | None, deadline: Deadline, token: CancelToken
     ) -> None:
-        """Refuse busy stages, or bring them to rest as the mode says."""
-        busy = next((s for s in stages if self._core.requests.in_transit(s.stage_id) and not _is_kept(s)), None)
-        if busy is None:
+        """Bring requests to rest as the mode says; none comes in any more."""
+        requests, ids = self._core.requests, [stage.stage_id for stage in stages if not _is_kept(stage)]
+        if mode is None or not any(map(requests.in_transit, [stage.stage_id for stage in stages])):
             return
-        if mode is None:
-            raise self._busy(busy)
         if mode == PauseMode.KEEP:
-            ids = [stage.stage_id for stage in stages]
             work = self._core.upstream.pause_generation(mode="keep", stage_ids=ids, clear_cache=False)
             await self._core.calls.run(work, deadline, "pause_generation(mode='keep')")
             return
         if mode == PauseMode.ABORT:
-            await self._core.requests.abort_all(deadline)
-        if not await self._core.requests.ended(deadline, token):
-            running = self._core.requests.in_transit(busy.stage_id)
+            await requests.abort_all(deadline)
+        if not await requests.ended(deadline, token):
+            running = max(map(requests.in_transit, ids), default=0)
             msg = f"{running} requests had not ended after {deadline.seconds:g} s; nothing slept"
             raise DeadlineError(msg)
+
+    async def _take_back(self, stages: Sequence[UpStage], mode: PauseMode | None) -> None:
+        """Stages that were to sleep and were not asked are awake as before, and open."""
+        for stage in stages:
+            if stage.state != MemoryState.FALLING_ASLEEP:
+                continue
+            try:
+                if mode == PauseMode.KEEP:
+                    await self._reopen(stage)
+                stage.move(MemoryState.AWAKE, reason="it did not sleep")
+            except OmniError as error:
+                stage.move(MemoryState.FAILED, reason=f"it did not sleep, and takes no requests: {error}")
 
     def _busy(self, stage: UpStage) -> StageBusyError:
         count = self._core.requests.in_transit(stage.stage_id)
@@ -132,9 +154,8 @@ class Sleeping:
         if deadline.passed:
             late = Said(error="nothing, it was not asked: no time was left", error_code=DeadlineError.error_code)
             return answers.sleep_acks(self._change(stage, task_id, (before, before), late, 0.0), names())
-        stage.move(MemoryState.FALLING_ASLEEP, reason="sleep(1)")
-        upstream = self._core.upstream
-        call = upstream.sleep(stage_ids=[stage.stage_id], level=1, mode=str(mode or PauseMode.KEEP))
+        theirs = PauseMode.KEEP if mode is None or _is_kept(stage) else mode
+        call = self._core.upstream.sleep(stage_ids=[stage.stage_id], level=1, mode=str(theirs))
         said, latency_ms = await self._ask(call, deadline, "sleep")
         after = await self._looked_until(stage, before, lambda freed: freed >= self._core.outside.floor_bytes)
         change = self._change(stage, task_id, (before, after), said, latency_ms)

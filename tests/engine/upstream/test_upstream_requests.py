@@ -8,6 +8,7 @@ import pytest
 
 from omni_notebook.errors import (
     ArgumentError,
+    AsleepError,
     DeadlineError,
     EngineClosedError,
     LoRAError,
@@ -185,6 +186,70 @@ def test_a_sleep_with_a_mode_brings_requests_to_their_end_first(engine, mode, st
     assert all(ack.ok for ack in acks)
 
 
+def test_no_request_slips_in_while_a_sleep_waits_for_those_before_it(engine):
+    async def go():
+        slow(engine)
+        task = await begun(engine, sampling_params={"max_tokens": 8})
+        sleeping = asyncio.create_task(engine.sleep([1], mode="wait"))
+        await until(lambda: str(engine.status().stages[1].state) == "FALLING_ASLEEP")
+        with pytest.raises(AsleepError):
+            await collect(engine, request_id="late", admission_timeout=0.0)
+        held = asyncio.create_task(collect(engine, request_id="held", admission_timeout=30.0))
+        acks = await sleeping
+        assert (await task)[-1].finished
+        assert len(calls(engine, "generate")) == 1
+        await engine.wake_up([1])
+        return acks, await held
+
+    acks, outputs = asyncio.run(go())
+    assert all(ack.ok for ack in acks)
+    assert outputs[-1].images
+
+
+def test_a_sleep_with_keep_freezes_requests_and_the_wake_lets_them_go_on(engine):
+    async def go():
+        slow(engine)
+        task = await begun(engine, sampling_params={"max_tokens": 8})
+        acks = await engine.sleep([1], mode="keep")
+        assert calls(engine, "pause_generation")[-1] == ("pause_generation", "keep", [1])
+        assert calls(engine, "sleep")[-1] == ("sleep", [1], 1, "keep")
+        await engine.wake_up([1])
+        assert pauses(engine) == ["OPEN", "OPEN"]
+        return acks, await task, await collect(engine)
+
+    acks, _, outputs = asyncio.run(go())
+    assert all(ack.ok for ack in acks)
+    assert outputs[-1].finished
+
+
+def test_a_keep_that_upstream_refuses_leaves_the_stage_awake_and_open(engine):
+    async def go():
+        slow(engine)
+        task = await begun(engine, sampling_params={"max_tokens": 8})
+        lies(engine).add("raise:pause")
+        with pytest.raises(UpstreamError, match="pause went wrong inside"):
+            await engine.sleep([1], mode="keep")
+        await task
+        return await collect(engine, admission_timeout=0.0)
+
+    assert asyncio.run(go())[-1].finished
+    assert calls(engine, "sleep") == []
+
+
+def test_to_wait_for_requests_that_a_pause_holds_is_refused(engine):
+    async def go():
+        slow(engine)
+        task = await begun(engine, sampling_params={"max_tokens": 8})
+        await engine.pause_generation(mode="keep")
+        with pytest.raises(StageBusyError):
+            await engine.sleep([0], mode="wait")
+        await engine.resume_generation()
+        await task
+
+    asyncio.run(go())
+    assert calls(engine, "sleep") == []
+
+
 def test_a_sleep_that_waits_too_long_for_requests_changes_nothing(engine):
     async def go():
         slow(engine)
@@ -196,6 +261,7 @@ def test_a_sleep_that_waits_too_long_for_requests_changes_nothing(engine):
 
     asyncio.run(go())
     assert calls(engine, "sleep") == []
+    assert asyncio.run(collect(engine, admission_timeout=0.0))[-1].finished
 
 
 # ------------------------------------------------------------------------------------- pauses

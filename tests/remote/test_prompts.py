@@ -44,5 +44,5 @@ def test_every_form_of_a_prompt_is_sent_as_it_is(prompt: Any) -> None:
     ],
 )
 def test_what_no_stage_takes_is_refused_before_anything_is_sent(prompt: Any) -> None:
-    with pytest.raises(ArgumentError, match="a prompt is a string, .*nothing was started"):
+    with pytest.raises(ArgumentError, match=r"a prompt is a string, .*nothing was started"):
         _prompt(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,6 +75,7 @@ class Listeners:
             async for event in subscription:
                 found = msgspec.to_builtins(event)
                 yield {"event": found["type"], "data": _encoded(found)}
+                await asyncio.sleep(0)  # many are there at once: a client that has left is noticed between two
         finally:
             self._all.discard(subscription)
             subscription.close()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.engine.history import history
     from omni_notebook.engine.remote.client import RemoteOmni
+    from omni_notebook.engine.upstream.engine import UpstreamOmni
     from omni_notebook.notebook.charts import plot_reclaimed
     from omni_notebook.notebook.dashboard import dashboard, plot_timeline
     from omni_notebook.protocol import LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
@@ -35,6 +36,7 @@ __all__ = [
     "PipelineConfig",
     "RemoteOmni",
     "StageConfig",
+    "UpstreamOmni",
     "__version__",
     "audit",
     "audit_async",
@@ -60,6 +62,7 @@ _HOME = {
     "PipelineConfig": "omni_notebook.config",
     "RemoteOmni": "omni_notebook.engine.remote.client",
     "StageConfig": "omni_notebook.config",
+    "UpstreamOmni": "omni_notebook.engine.upstream.engine",
     "audit": "omni_notebook.verbs.auditing.calls",
     "audit_async": "omni_notebook.verbs.auditing.calls",
     "borrowed": "omni_notebook.verbs.borrowing.lease",

@@ -19,6 +19,7 @@
     ├── WorkerDiedError           a rank's process ended; `.stage_id`, `.rank`, `.log_lines`
     ├── RemoteWorkerError         a rank's process raised an error of a class that is not known here; `.type_name`
     ├── LedgerError               the file that keeps the history can not be used; it was left as it is
+    ├── UpstreamError             the vllm_omni engine behind this one raised, or ended without an answer
     ├── PeerLostError             a rank lost the others of its tensor-parallel group; restart the stage
     ├── ServerLostError           a server does not answer (also a ConnectionError); says what may go on there
     └── EngineClosedError         the engine was shut down
@@ -207,6 +208,12 @@ class ServerLostError(OmniError, ConnectionError):
     """A server can not be reached, or went away before it had answered; says whether an order may go on there."""
 
     error_code = "SERVER_LOST"
+
+
+class UpstreamError(OmniError):
+    """The installed `vllm_omni` engine raised, or ended a call without an answer; its own words, `__cause__` if any."""
+
+    error_code = "UPSTREAM"
 
 
 class EngineClosedError(OmniError):

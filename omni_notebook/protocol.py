@@ -411,7 +411,10 @@ class TagMemory(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank as seen without asking its worker to stop."""
+    """One rank as seen without asking its worker to stop.
+
+    Where the engine does not tell tags, `tags` is empty and `process_bytes` is what is known.
+    """
 
     rank: int
     replica: int
@@ -419,7 +422,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     alive: bool
     tags: dict[str, TagMemory]
-    host_backup_bytes: int
+    host_backup_bytes: int | None
     process_bytes: int | None
 
 
@@ -446,6 +449,12 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankStatus, ...]
     last_error: str | None
     loras: tuple[LoRAStatus, ...] = ()
+
+    @property
+    def host_backup_bytes(self) -> int | None:
+        """What all ranks hold to wake from; None where one does not tell."""
+        sizes = [rank.host_backup_bytes for rank in self.ranks]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -496,7 +505,7 @@ class MemoryEvent(msgspec.Struct, frozen=True, tag="memory"):
     replica: int
     tags: dict[str, TagMemory]
     process_bytes: int | None
-    host_backup_bytes: int
+    host_backup_bytes: int | None
 
 
 class RequestEvent(msgspec.Struct, frozen=True, tag="request"):

@@ -33,6 +33,7 @@ PUBLIC = [
     "PipelineConfig",
     "RemoteOmni",
     "StageConfig",
+    "UpstreamOmni",
     "__version__",
     "audit",
     "audit_async",

@@ -124,4 +124,4 @@ def status_table(status: EngineStatus) -> Table:
 
 
 def _host_copy(stage: StageStatus) -> str:
-    return size(sum(rank.host_backup_bytes for rank in stage.ranks))
+    return size(stage.host_backup_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.paths import expanded
@@ -19,7 +19,27 @@ if TYPE_CHECKING:
 LEVELS = (1, 2)
 
 
-def pick_stages(stages: Sequence[Stage], stage_ids: Sequence[int] | int | None) -> list[Stage]:
+class _Titled(Protocol):
+    @property
+    def title(self) -> str: ...
+
+
+class Named(Protocol):
+    """What a stage is called, of whichever engine."""
+
+    @property
+    def stage_id(self) -> int:
+        """Its place."""
+
+    @property
+    def config(self) -> _Titled:
+        """What has its title."""
+
+
+S = TypeVar("S", bound=Named)
+
+
+def pick_stages(stages: Sequence[S], stage_ids: Sequence[int] | int | None) -> list[S]:
     """The named stages, each once, in order; None = all.
 
     Raises:
@@ -45,7 +65,7 @@ def listed(name: str, value: Any) -> list[Any]:
     return list(value)
 
 
-def pick_stage(stages: Sequence[Stage], stage_id: Any) -> Stage:
+def pick_stage(stages: Sequence[S], stage_id: Any) -> S:
     """The stage with this id.
 
     Raises:

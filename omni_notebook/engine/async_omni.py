@@ -397,6 +397,10 @@ class AsyncOmni(LoRACalls):
         """End every request and stage and give all memory back; returns once that is done, whoever began it."""
         self._closer.close()
 
+    @property
+    def _adapters(self) -> Core:
+        return self._core
+
     async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._loop.here:
             return await make()

@@ -5,20 +5,33 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from omni_notebook.engine.core import Core
     from omni_notebook.engine.loop import EngineLoop
 
 SHUTDOWN_S = 10.0
 
 
-class Closer:
-    """Ends one engine on a thread of its own, so that a Ctrl-C in the caller does not stop it half way."""
+class Ending(Protocol):
+    """What can be ended."""
 
-    def __init__(self, core: Core, loop: EngineLoop) -> None:
+    async def shutdown(self) -> None:
+        """End it; idempotent."""
+
+
+class Closer:
+    """Ends one engine on a thread of its own, so that a Ctrl-C in the caller does not stop it half way.
+
+    Args:
+        core: what is ended, on the loop.
+        loop: the engine's loop, ended afterwards.
+        seconds: what ending the core may take.
+    """
+
+    def __init__(self, core: Ending, loop: EngineLoop, seconds: float = SHUTDOWN_S) -> None:
         self._core = core
+        self._seconds = seconds
         self._loop = loop
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -28,7 +41,7 @@ class Closer:
         """End the engine and wait for it; every caller waits, whoever came first."""
         thread = self._begin()
         if thread is not None and not self._loop.here:
-            thread.join(2 * SHUTDOWN_S)
+            thread.join(self._seconds + SHUTDOWN_S)
 
     def collected(self) -> None:
         """The engine was dropped, or the interpreter exits: the main thread waits, others must not be held up."""
@@ -52,5 +65,5 @@ class Closer:
 
     def _end(self) -> None:
         with contextlib.suppress(TimeoutError):
-            self._loop.submit(self._core.shutdown()).result(SHUTDOWN_S)
+            self._loop.submit(self._core.shutdown()).result(self._seconds)
         self._loop.stop(SHUTDOWN_S)

@@ -8,7 +8,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omni_notebook.engine import arguments, pausing
+from omni_notebook.engine import arguments, pausing, tracing
 from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.flow import Asked, Flow
 from omni_notebook.engine.gates import Gates
@@ -164,7 +164,8 @@ class Core:
         checked = arguments.check_mode(mode)
         token = CancelToken()
         pause = pausing.Pause(checked, clear_cache, self.deadline(timeout, stages), token)
-        await self.orders.supervise(pausing.pause(stages, pause), token)
+        with tracing.span("pause", stage_ids=[stage.stage_id for stage in stages], mode=str(checked)):
+            await self.orders.supervise(pausing.pause(stages, pause), token)
 
     def resume(self, stage_ids: Sequence[int] | int | None) -> None:
         """See `AsyncOmni.resume_generation`."""

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.engine import tracing
 from omni_notebook.errors import OmniError
 from omni_notebook.protocol import (
     CompletionOutput,
@@ -54,6 +55,7 @@ class Flow:
         self.route = tuple(route)
         self.at = 0
         self.ended = False
+        self._state = RequestState.WAITING
         self._asked = asked
         self._text: StageOutput | None = None
         self._on_event = on_event
@@ -61,6 +63,12 @@ class Flow:
         self._outputs: deque[OmniRequestOutput | BaseException] = deque()
         self._lock = threading.Lock()
         self._ring = ring
+        self._span = tracing.begun(
+            "request",
+            request_id=asked.request_id,
+            stage_ids=[stage.stage_id for stage in route],
+            lora=None if asked.lora is None else asked.lora.lora_name,
+        )
 
     @property
     def stage(self) -> Stage:
@@ -157,12 +165,19 @@ class Flow:
     def _end(self, error: BaseException | None) -> None:
         self.ended = True
         self._left_upstream()
+        self._end_span(error)
         if error is not None:
             self._outputs.append(error)
         asyncio.get_running_loop().call_soon(self._ring)  # once replica and scheduler have done with it too
         for stage in self.route:
             stage.kick()  # its end may have made room for another one at the connector
         self._on_end(self)
+
+    def _end_span(self, error: BaseException | None) -> None:
+        self._span.note(stage_id=self.stage.stage_id, request_state=str(self._state))
+        if error is not None:
+            self._span.failed(error)
+        self._span.end()
 
     def _publish(self, output: OmniRequestOutput) -> None:
         """Queue an output; a newer partial text replaces one that nobody has read."""
@@ -192,6 +207,7 @@ class Flow:
         )
 
     def _tell(self, state: RequestState, progress: float | None = None) -> None:
+        self._state = state
         self._on_event(RequestEvent(time.time(), self.request_id, self.stage.stage_id, state, progress))
 
     def ready(self) -> OmniRequestOutput | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from omni_notebook.errors import AsleepError, EngineClosedError, OmniError, PausedError
 from omni_notebook.protocol import MemoryState, PauseState
@@ -13,16 +13,43 @@ from omni_notebook.stages.waiting import Deadline, Signal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni_notebook.stages.stage import Stage
     from omni_notebook.stages.waiting import CancelToken
 
 _MOVING = frozenset({MemoryState.FALLING_ASLEEP, MemoryState.WAKING})
 
 
+class Gated(Protocol):
+    """What a gate must know of a stage, of whichever engine."""
+
+    @property
+    def stage_id(self) -> int:
+        """Its place."""
+
+    @property
+    def state(self) -> MemoryState:
+        """Where its memory is."""
+
+    @property
+    def level(self) -> int | None:
+        """How deep it sleeps."""
+
+    @property
+    def pause_state(self) -> PauseState:
+        """Whether it takes part in a pause."""
+
+    @property
+    def pause_mode(self) -> str | None:
+        """In which mode."""
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether a path has its weights."""
+
+
 class Gates:
     """Admits requests; closed while a stage is paused, or while a stage on the request's route is not awake."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Gated]) -> None:
         self._stages = stages
         self._changed = Signal()
         self.waiting: Counter[int] = Counter()
@@ -42,7 +69,7 @@ class Gates:
         awake = all(self._stages[number].state == MemoryState.AWAKE for number in route)
         return awake and not self.paused and not self.closed
 
-    async def admit(self, route: Sequence[int], timeout_s: float, token: CancelToken) -> None:
+    async def admit(self, route: Sequence[int], timeout_s: float, token: CancelToken | None = None) -> None:
         """Return once both gates are open; no await lies between the look and the return.
 
         Raises:
@@ -94,7 +121,7 @@ class Gates:
         return PausedError(f"admission is closed by a pause: {names}; call resume_generation() to open it")
 
 
-def _stage_error(stage: Stage) -> OmniError | None:
+def _stage_error(stage: Gated) -> OmniError | None:
     if stage.state in _MOVING:
         return AsleepError(f"stage {stage.stage_id} is {stage.state}; wait for it, or call wake_up([{stage.stage_id}])")
     action = decide(Order.GENERATE, stage.state, stage.level)

@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from omni_notebook.engine.core import Core
     from omni_notebook.protocol import LoRARequest
 
 T = TypeVar("T")
 
 
+class Known(Protocol):
+    """What knows the adapters that are there."""
+
+    def known(self) -> Any:
+        """Their ids, in order, to be gone through."""
+
+
+class LoRACore(Protocol):
+    """The part of an engine's core that carries them out, on the engine's loop."""
+
+    @property
+    def loras(self) -> Known:
+        """The adapters."""
+
+    async def add_lora(self, request: Any, stage_ids: Any, timeout: float | None) -> bool:
+        """See `LoRACalls.add_lora`."""
+
+    async def remove_lora(self, lora_int_id: Any, timeout: float | None) -> bool:
+        """See `LoRACalls.remove_lora`."""
+
+    async def pin_lora(self, lora_int_id: Any, timeout: float | None) -> bool:
+        """See `LoRACalls.pin_lora`."""
+
+
 class LoRACalls(ABC):
     """Adding, removing, pinning and listing, from any loop and thread."""
 
-    _core: Core
+    @property
+    @abstractmethod
+    def _adapters(self) -> LoRACore:
+        """The engine's core."""
 
     @abstractmethod
     async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -39,7 +65,7 @@ class LoRACalls(ABC):
             StageBusyError, PauseError, AsleepError, NeedsWeightsError, StageFailedError: refused, nothing changed.
             LoRAError: a rank could not take it; it was removed from all.
         """
-        return await self._run(lambda: self._core.add_lora(request, stage_ids, timeout))
+        return await self._run(lambda: self._adapters.add_lora(request, stage_ids, timeout))
 
     async def remove_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
         """Remove an adapter from every stage; whether it was there. With the last one its memory goes back.
@@ -47,7 +73,7 @@ class LoRACalls(ABC):
         Raises:
             StageBusyError: a request that is here names it; likewise refused as by `add_lora`.
         """
-        return await self._run(lambda: self._core.remove_lora(lora_int_id, timeout))
+        return await self._run(lambda: self._adapters.remove_lora(lora_int_id, timeout))
 
     async def pin_lora(self, lora_int_id: int, timeout: float | None = None) -> bool:
         """Keep an adapter in one of the `max_loras` slots for good, until it is removed; True.
@@ -56,12 +82,12 @@ class LoRACalls(ABC):
             ArgumentError: there is no such adapter.
             LoRAError: pinned adapters hold every slot; likewise refused as by `add_lora`.
         """
-        return await self._run(lambda: self._core.pin_lora(lora_int_id, timeout))
+        return await self._run(lambda: self._adapters.pin_lora(lora_int_id, timeout))
 
     async def list_loras(self) -> list[int]:
         """The numbers of all adapters, sorted; works in every state. `status().stages[i].loras` has their details."""
 
         async def run() -> list[int]:
-            return list(self._core.loras.known())
+            return list(self._adapters.loras.known())
 
         return await self._run(run)

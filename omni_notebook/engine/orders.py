@@ -7,7 +7,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_notebook.engine import residual
+from omni_notebook.engine import residual, tracing
 from omni_notebook.engine.answers import failure
 from omni_notebook.engine.pausing import check_pausable
 from omni_notebook.errors import DeadlineError, PauseError, SleepError, StageBusyError, WakeError
@@ -19,6 +19,7 @@ from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+    from contextlib import AbstractContextManager
 
     from omni_notebook.engine.events import EventHub
     from omni_notebook.protocol import OmniACK
@@ -71,7 +72,9 @@ class Orders:
             residual.measure_together(acks, stages)
             self._tell("sleep", stages, acks)
 
-        acks = await self._on_all(stages, check, run, deadline, answered)
+        with _span("sleep", stages, task_id=task.task_id, level=task.level, mode=mode) as span:
+            acks = await self._on_all(stages, check, run, deadline, answered)
+            span.answered(acks)
         if strict and not all(ack.ok for ack in acks):
             raise SleepError(failure("sleep", acks, stages), acks)
         return acks
@@ -93,7 +96,12 @@ class Orders:
         def answered(acks: list[OmniACK]) -> None:
             self._tell("wake", stages, acks)
 
-        acks = await self._on_all(stages, lambda stage: self._check(stage, order, pause=False), run, deadline, answered)
+        def check(stage: Stage) -> None:
+            self._check(stage, order, pause=False)
+
+        with _span("wake", stages, task_id=task.task_id, reload=task.reload) as span:
+            acks = await self._on_all(stages, check, run, deadline, answered)
+            span.answered(acks)
         if strict and not all(ack.ok for ack in acks):
             raise WakeError(failure("wake", acks, stages), acks)
         return acks
@@ -113,7 +121,9 @@ class Orders:
             await weights.load_weights(stage, source, version, context)
             return []
 
-        await self._on_all([stage], check, run, deadline)
+        with _span("load_weights", [stage], version=version) as span:
+            await self._on_all([stage], check, run, deadline)
+            span.note(weight_version=stage.weight_version)
 
     async def lora(
         self,
@@ -148,7 +158,8 @@ class Orders:
             await weights.restart(stage, context)
             return []
 
-        await self._on_all([stage], lambda _stage: None, run, deadline)
+        with _span("restart", [stage]):
+            await self._on_all([stage], lambda _stage: None, run, deadline)
 
     # ---------------------------------------------------------------------------------- shared
 
@@ -194,7 +205,13 @@ class Orders:
         self, stage: Stage, running: Awaitable[list[OmniACK]], release: Callable[[Stage], None]
     ) -> list[OmniACK]:
         try:
-            return await running
+            with tracing.span("stage", stage_id=stage.stage_id) as span:
+                try:
+                    acks = await running
+                    span.answered(acks)
+                    return acks
+                finally:
+                    span.state(stage.state)
         finally:
             release(stage)
 
@@ -247,6 +264,11 @@ class Orders:
         """Wait for orders whose callers went away."""
         if self._background:
             await asyncio.wait(set(self._background), timeout=timeout_s)
+
+
+def _span(name: str, stages: Sequence[Stage], **attributes: Any) -> AbstractContextManager[tracing.Span]:
+    """The span of an order over these stages; what it does to each is a span in it."""
+    return tracing.span(name, stage_ids=[stage.stage_id for stage in stages], **attributes)
 
 
 def refuse_busy(stage: Stage, order: str) -> None:

@@ -57,6 +57,7 @@ _BY_NAME: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
     ("omni_notebook.protocol", "EngineStatus"): status_bundle,
     ("omni_notebook.engine.async_omni", "AsyncOmni"): engine_bundle,
     ("omni_notebook.engine.remote.client", "RemoteOmni"): remote_bundle,
+    ("omni_notebook.engine.upstream.engine", "UpstreamOmni"): engine_bundle,
     ("omni_notebook.engine.history", "History"): history_bundle,
     ("omni_notebook.verbs.generating", "Generation"): generation_bundle,
     ("omni_notebook.verbs.auditing.result", "AuditResult"): audit_bundle,

@@ -225,7 +225,7 @@ def _stage_row(stage: StageStatus, *, closed: bool) -> Row:
         stage.weight_version or units.NONE,
         f"{stage.running} / {stage.queued} / {stage.in_transit} / {stage.waiting_at_gate}",
         _memory(stage),
-        units.size(sum(rank.host_backup_bytes for rank in stage.ranks)),
+        units.size(stage.host_backup_bytes),
         _stage_note(stage, alive=alive),
     )
     return Row(cells, ok=alive and stage.state != "FAILED" and not stage.last_error)

@@ -107,6 +107,13 @@ def _body(status: int, message: str, code: str) -> dict[str, Any]:
     return {"status": "ERROR", "error": {"message": _line(message), "type": kind, "code": code}}
 
 
+def unbroken(data: bytes) -> bytes:
+    """JSON without the characters at which some clients end a line of an event stream, though JSON does not."""
+    for letter in "\x85\u2028\u2029":
+        data = data.replace(letter.encode(), f"\\u{ord(letter):04x}".encode())
+    return data
+
+
 def _line(message: str) -> str:
     """One line of a length that can be read, whatever the client sent that it repeats."""
     line = " ".join(message.split())

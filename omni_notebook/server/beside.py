@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import ArgumentError, EngineClosedError
-from omni_notebook.server.serving import Server
+from omni_notebook.errors import ArgumentError, EngineClosedError, UnsupportedError
 from omni_notebook.server.settings import ServerSettings
 from omni_notebook.verbs import serving
 from omni_notebook.verbs.session import current
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from omni_notebook.server.serving import Server
 
 _one_at_a_time = threading.Lock()
 
@@ -40,6 +41,7 @@ def serve(
         EngineClosedError: there is no engine.
         ArgumentError: it is served already; names the address.
         ConfigError: the address is taken, not this machine's, or needs a key; nothing listens.
+        UnsupportedError: the server's libraries are not installed.
     """
     settings = ServerSettings(
         host=host,
@@ -60,6 +62,11 @@ def _begun(served: Any, settings: ServerSettings) -> Server:
     if running is not None:
         msg = f"the engine is served already, on {running.url}; %omni serve --stop ends that. Nothing was changed"
         raise ArgumentError(msg)
+    try:
+        from omni_notebook.server.serving import Server  # noqa: PLC0415  (an extra)
+    except ImportError as error:
+        msg = f"the server needs {error.name}: pip install 'omni-notebook[server]'. Nothing listens"
+        raise UnsupportedError(msg) from error
     server = Server(served, settings)
     server.start()
     serving.note(served, server)

@@ -130,14 +130,21 @@ class TokenPrompt(Body):
     prompt_token_ids: Annotated[list[int], Field(fail_fast=True)]
 
 
-def _unicode_prompt(prompt: str | TokenPrompt) -> str | TokenPrompt:
+class PairPrompt(Body):
+    """What a diffusers pipeline takes beside a text."""
+
+    prompt: Text
+    negative_prompt: Text | None = None
+
+
+def _unicode_prompt(prompt: str | TokenPrompt | PairPrompt) -> str | TokenPrompt | PairPrompt:
     return _unicode(prompt) if isinstance(prompt, str) else prompt
 
 
 class GenerateBody(Body):
     """`POST /v1/omni/generate`: the arguments of `AsyncOmni.generate`."""
 
-    prompt: Annotated[str | TokenPrompt, AfterValidator(_unicode_prompt)]
+    prompt: Annotated[str | TokenPrompt | PairPrompt, AfterValidator(_unicode_prompt)]
     request_id: Annotated[str | None, Field(min_length=1)] = None
     sampling_params: Sampling | None = None
     output_modalities: Annotated[list[str] | None, Field(min_length=1, fail_fast=True)] = None

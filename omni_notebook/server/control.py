@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse
 import omni_notebook
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
-from omni_notebook.server.answers import acks_answer
+from omni_notebook.server.answers import acks_answer, unbroken
 from omni_notebook.server.bodies import (
     AbortBody,
     LoraBody,
@@ -68,12 +69,13 @@ class Listeners:
         subscription = self._engine.subscribe()
         self._all.add(subscription)
         try:
-            yield {"event": "status", "data": msgspec.json.encode(self._engine.status()).decode()}
+            yield {"event": "status", "data": _encoded(self._engine.status())}
             if self._ended:
                 return
             async for event in subscription:
                 found = msgspec.to_builtins(event)
-                yield {"event": found["type"], "data": msgspec.json.encode(found).decode()}
+                yield {"event": found["type"], "data": _encoded(found)}
+                await asyncio.sleep(0)  # many are there at once: a client that has left is noticed between two
         finally:
             self._all.discard(subscription)
             subscription.close()
@@ -83,6 +85,10 @@ class Listeners:
         self._ended = True
         for subscription in tuple(self._all):
             subscription.close()
+
+
+def _encoded(value: Any) -> str:
+    return unbroken(msgspec.json.encode(value)).decode()
 
 
 router = APIRouter(prefix=PREFIX, tags=["omni"], dependencies=[Depends(known_query)])

@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 
 from omni_notebook.errors import OmniError, RemoteWorkerError
 from omni_notebook.protocol import OmniRequestOutput
-from omni_notebook.server.answers import problem
+from omni_notebook.server.answers import problem, unbroken
 from omni_notebook.server.bodies import GenerateBody
 from omni_notebook.server.control import Served, known_query
 from omni_notebook.server.helping import PREFIX
@@ -58,4 +58,4 @@ def _encoded(output: OmniRequestOutput) -> bytes:
 
 
 def _event(kind: bytes, data: bytes) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind, data)
+    return b"event: %b\ndata: %b\n\n" % (kind, unbroken(data))

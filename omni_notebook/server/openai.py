@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from omni_notebook.errors import OmniError
-from omni_notebook.server.answers import AbortedError, problem, refusal
+from omni_notebook.server.answers import AbortedError, problem, refusal, unbroken
 from omni_notebook.server.bodies import ChatBody, ImagesBody
 from omni_notebook.server.control import Served, known_query
 from omni_notebook.server.leaving import while_connected
@@ -147,7 +147,7 @@ async def _to_the_end(chunks: AsyncGenerator[str], engine: Any) -> AsyncGenerato
             async for chunk in chunks:
                 yield chunk
         except OmniError as error:
-            yield f"data: {bytes(problem(error, engine).body).decode()}\n\n"
+            yield f"data: {unbroken(bytes(problem(error, engine).body)).decode()}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -197,7 +197,7 @@ def _choice(delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
 
 
 def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {msgspec.json.encode(chunk).decode()}\n\n"
+    return f"data: {unbroken(msgspec.json.encode(chunk)).decode()}\n\n"
 
 
 def unknown_model(_request: Request, error: Exception) -> JSONResponse:

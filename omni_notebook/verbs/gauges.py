@@ -52,14 +52,25 @@ class MemoryGauge:
         """What is resident now of what is mapped."""
         picked = [] if self.engine is None else hints.pick(self.engine.status(), self._stages)
         mapped = mapped_bytes(picked)
-        share = min(1.0, resident_bytes(picked) / mapped) if mapped else 0.0
         label = ", ".join(f"stage {stage.stage_id} {stage.state}" for stage in picked)
+        if not mapped:
+            return Progress(label)
+        share = min(1.0, resident_bytes(picked) / mapped)
         return Progress(label, 1.0 - share if self._falling else share)
 
 
 def resident_bytes(stages: Sequence[StageStatus]) -> int:
     """Bytes of the stages' pools that are physically there."""
     return sum(tag.resident_bytes for stage in stages for rank in stage.ranks for tag in rank.tags.values())
+
+
+def held_bytes(stages: Sequence[StageStatus]) -> int:
+    """What the stages' pools have there; what a rank's process holds where its engine does not tell pools."""
+    return sum(
+        sum(tag.resident_bytes for tag in rank.tags.values()) if rank.tags else rank.process_bytes or 0
+        for stage in stages
+        for rank in stage.ranks
+    )
 
 
 def mapped_bytes(stages: Sequence[StageStatus]) -> int:

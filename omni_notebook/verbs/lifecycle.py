@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from omni_notebook import config, units
 from omni_notebook.errors import ArgumentError
-from omni_notebook.verbs import hints
-from omni_notebook.verbs.gauges import StartGauge, resident_bytes
+from omni_notebook.verbs import engines, hints
+from omni_notebook.verbs.gauges import StartGauge, held_bytes
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.look import NOTHING_RUNS
 from omni_notebook.verbs.parsing import STAGE, VerbParser, seconds, size, stages
@@ -36,7 +36,8 @@ _STEPS_HELP = "diffusion: schedule single denoise steps; images sharpen while th
 class Start:
     """Start an engine and return it.
 
-    MODEL is demo (default), a pipeline file or a model folder. Options reach every stage.
+    MODEL is demo (default), a pipeline file or a model folder; with --engine vllm-omni what that takes. Options reach
+    every stage.
     While a stage is awake, the copy that level 1 wakes from is kept ready in --spill-dir: as much disk as weights and
     ballast. A level-2 sleep removes it, a wake writes it again; --backup checkpoint needs none for weights.
     Example: engine = %omni start --ballast 256MiB
@@ -49,19 +50,29 @@ class Start:
         """The model, and every option of a stage that a notebook sets."""
         parser.add_argument("model", nargs="?", default=config.DEMO, help="demo, a pipeline file or a model folder")
         parser.add_argument("--replace", action="store_true", help="stop the engine that is running first")
+        parser.add_argument(
+            "--engine",
+            choices=engines.ENGINES,
+            default=engines.EMBEDDED,
+            help="embedded (default), or an installed vllm_omni: docs/upstream.md says what is measured there by whom",
+        )
         add_stage_options(parser)
 
     def run(self, session: Session, args: argparse.Namespace) -> Engine:
         """The new engine, ready."""
         overrides = {
-            key: value for key, value in vars(args).items() if key not in {"model", "replace", "cell", "words"}
+            key: value
+            for key, value in vars(args).items()
+            if key not in {"model", "engine", "replace", "cell", "words"}
         }
-        config.load_pipeline(args.model, overrides=overrides)  # a mistake must not cost the engine that runs
+        engines.check(args.engine, args.model, overrides)  # a mistake must not cost the engine that runs
         replaced = make_room(session, self.name, replace=args.replace)
         gauge, future = StartGauge(), None
         try:
             with interrupts_held():
-                future = in_thread(lambda: _build(args.model, overrides, gauge), "omni-start")
+                future = in_thread(
+                    lambda: engines.build(args.engine, args.model, overrides, gauge.report), "omni-start"
+                )
             session.use(session.frontend.wait(future, gauge, None))
         except KeyboardInterrupt:
             gauge.cancelled = True
@@ -193,13 +204,6 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _build(model: str, overrides: dict[str, Any], gauge: StartGauge) -> Engine:
-    from omni_notebook.engine.async_omni import AsyncOmni  # noqa: PLC0415  (torch: loaded when used)
-
-    engine: Engine = AsyncOmni(model, progress=gauge.report, **overrides)
-    return engine
-
-
 def _undo(future: Future[Engine] | None, *, replaced: bool) -> str:
     """Give back what a start made or will have made; what to tell whoever interrupted it."""
     if future is not None:
@@ -283,7 +287,7 @@ def _end(engine: Engine) -> None:
 
 def _given_back(before: EngineStatus) -> str:
     """What the stages had when they were stopped."""
-    held = units.size(resident_bytes(before.stages))
+    held = units.size(held_bytes(before.stages))
     waiting = max((stage.waiting_at_gate for stage in before.stages), default=0)
     requests = waiting + sum(stage.running + stage.queued for stage in before.stages)
     aborted = f"{requests} request{'s were' if requests > 1 else ' was'} aborted, " if requests else ""

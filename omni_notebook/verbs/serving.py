@@ -85,10 +85,11 @@ class Serve:
         add(
             "--served-model-name",
             dest="served_model_names",
-            action="append",
+            nargs="+",
+            action="extend",
             default=[],
             metavar="NAME",
-            help="what requests call the model; may be repeated",
+            help="what requests call the model, one name or several",
         )
         add(
             "--allowed-host",
@@ -116,11 +117,7 @@ class Serve:
 
 
 def _begun(session: Session, engine: Engine, wishes: dict[str, Any]) -> Listener:
-    try:
-        serve = importlib.import_module(_SERVER).serve
-    except ImportError as error:
-        msg = f"the server needs {error.name}: pip install 'omni-notebook[server]'. Nothing listens"
-        raise UnsupportedError(msg) from error
+    serve = importlib.import_module(_SERVER).serve
     future: Future[Listener] | None = None
     try:
         with interrupts_held():

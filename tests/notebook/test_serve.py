@@ -67,7 +67,7 @@ def test_it_says_where_it_listens_for_whom_and_that_another_address_needs_a_key(
 
 def test_names_key_and_hosts_are_the_servers(cell):
     cell(START)
-    words = "--api-key s3cret --served-model-name a --served-model-name b --allowed-host box"
+    words = "--served-model-name a b --api-key s3cret --allowed-host box"
     shown = cell(f"%omni serve --port 0 {words}")[1]
     url = served(shown)
     assert "to whoever sends 'Authorization: Bearer KEY'" in shown

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     import httpx
 
     from omni_notebook.engine.async_omni import AsyncOmni
+    from omni_notebook.server.serving import Server
 
 ACK_FIELDS = {"task_id", "status", "stage_id", "rank", "freed_bytes", "metadata", "error_msg"}
 
@@ -198,10 +201,26 @@ def test_events_begin_with_the_status_and_tell_what_happens(http: httpx.Client) 
     assert seen[-1][1]["ack"]["status"] == "SUCCESS"
 
 
+def test_nothing_is_written_to_listeners_that_have_left(
+    server: Server, engine: AsyncOmni, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each write to a closed connection would be a line in the server's log, of nothing but a client's leaving."""
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.port)) as listener:
+            listener.sendall(b"GET /v1/omni/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in listener.recv(100)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # gone without a goodbye
+            orders = [engine.submit(engine.wake_up()) for _ in range(4)]
+        for order in orders:
+            order.result(30)
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_whoever_leaves_the_events_is_forgotten(http: httpx.Client, engine: AsyncOmni) -> None:
     hub = engine._core.hub
     asyncio.run(until(lambda: len(hub._everyone()) == 1))  # the metrics; those of the tests before have gone
     with http.stream("GET", "/v1/omni/events") as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # dropped, it would close the stream
+        next(lines)
         assert len(hub._everyone()) == 2
     asyncio.run(until(lambda: len(hub._everyone()) == 1))

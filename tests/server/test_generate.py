@@ -64,6 +64,28 @@ def test_outputs_are_the_engines_token_for_token_and_file_for_file(http: httpx.C
     assert last["metrics"]["seed"] == STEPS["seed"]
 
 
+def test_no_character_of_an_output_or_an_event_breaks_a_line_of_its_stream(http: httpx.Client) -> None:
+    name = "a\x85b\u2028c\u2029d\n"
+    seen: list[str] = []
+    with http.stream("GET", "/v1/omni/events") as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        found = generated(http, prompt=PROMPT, sampling_params=STEPS, request_id=name)
+        for line in lines:
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                seen += [event["state"]] if event.get("request_id") == name else []
+            if "finished" in seen:
+                break
+    assert {output["request_id"] for _, output in found} == {name}
+
+
+def test_a_pipelines_prompt_of_two_texts_is_passed_on(http: httpx.Client) -> None:
+    answer = http.post(PATH, json={"prompt": {"prompt": "a star", "negative_prompt": "a circle"}})
+    assert answer.status_code == 422
+    assert 'a prompt is a string or {"prompt_token_ids": [ints]}' in answer.json()["error"]["message"]
+
+
 def test_a_prompt_may_be_token_ids_and_the_way_may_end_with_the_text(http: httpx.Client, engine: AsyncOmni) -> None:
     prompt = {"prompt_token_ids": [5, 6, 7]}
     known = {"output_modalities": ["text"], "sampling_params": {"max_tokens": 5}}

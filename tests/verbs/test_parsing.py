@@ -90,10 +90,11 @@ def test_a_mistake_is_one_line_that_names_it(verb, line, words, capsys):
 
 
 def test_start_passes_on_only_what_was_given():
-    assert vars(read("start", "")) == {"model": "demo", "replace": False}
+    assert vars(read("start", "")) == {"model": "demo", "engine": "embedded", "replace": False}
     args = vars(read("start", "--tp 2 --num-replicas 3 --ballast 256MiB --devices cpu cpu --step-execution"))
     assert args == {
         "model": "demo",
+        "engine": "embedded",
         "replace": False,
         "tensor_parallel_size": 2,
         "num_replicas": 3,

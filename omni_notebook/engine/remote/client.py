@@ -273,10 +273,18 @@ def _plain(stage_id: Any) -> Any:
 
 def _prompt(prompt: Any) -> Any:
     """A prompt that can be sent; whether the model takes it the server says."""
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) and len(prompt) == 1 else None
-    if isinstance(prompt, str) or (isinstance(ids, list | tuple) and all(isinstance(one, int) for one in ids)):
+    given = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+    if given.keys() == {"prompt_token_ids"}:
+        ids = given["prompt_token_ids"]
+        fits = isinstance(ids, list | tuple) and all(isinstance(one, int) for one in ids)
+    else:
+        fits = given.keys() <= {"prompt", "negative_prompt"} and isinstance(given.get("prompt"), str)
+        fits = fits and isinstance(given.get("negative_prompt"), str | None)
+    if fits:
         return prompt
-    msg = 'a prompt is a string or {"prompt_token_ids": [ints]}; nothing was started'
+    msg = (
+        'a prompt is a string, {"prompt_token_ids": [ints]} or {"prompt": …, "negative_prompt": …}; nothing was started'
+    )
     raise ArgumentError(msg)
 
 

@@ -120,8 +120,14 @@ def _facts(stage: StageStatus) -> Iterable[tuple[str, str]]:
     yield "weights", (stage.weight_version or units.NONE) + ("" if stage.recoverable else " · can NOT be read again")
     yield "requests", f"{stage.running} running · {stage.queued} queued" + _more(stage)
     many = f" in {len(ranks)} ranks" if len(ranks) > 1 else ""
-    yield "memory", f"{units.size(resident)} of {units.size(mapped)}{many}"
-    yield "host copy", units.size(sum(rank.host_backup_bytes for rank in ranks))
+    yield "memory", f"{units.size(resident)} of {units.size(mapped)}{many}" if mapped else _in_processes(stage) + many
+    yield "host copy", units.size(stage.host_backup_bytes)
+
+
+def _in_processes(stage: StageStatus) -> str:
+    """What the ranks' processes hold, where nobody tells what of it is a pool."""
+    sizes = [rank.process_bytes for rank in stage.ranks]
+    return units.size(None if None in sizes else sum(size or 0 for size in sizes))
 
 
 def _more(stage: StageStatus) -> str:
@@ -231,13 +237,13 @@ def host(stages: Sequence[StageStatus]) -> str:
     bars = []
     for stage in stages:
         resident, mapped = resident_bytes(stage.ranks), mapped_bytes(stage.ranks)
-        copy = sum(rank.host_backup_bytes for rank in stage.ranks)
+        copy = stage.host_backup_bytes
         pool = (charts.Segment(charts.RESIDENT, resident), charts.Segment(charts.ABSENT, mapped - resident))
-        words = f"{units.size(resident)} of {units.size(mapped)}"
+        words = f"{units.size(resident)} of {units.size(mapped)}" if mapped else _in_processes(stage)
         bars.append(charts.Bar(f"stage {stage.stage_id} · device", pool, words))
         bars.append(
             charts.Bar(
-                f"stage {stage.stage_id} · host copy", (charts.Segment(charts.HOST_COPY, copy),), units.size(copy)
+                f"stage {stage.stage_id} · host copy", (charts.Segment(charts.HOST_COPY, copy or 0),), units.size(copy)
             )
         )
     title = '<div class="omni-title">Device memory and the copy on the host</div>'

@@ -1,0 +1,95 @@
+"""Pauses over upstream: its call, within a deadline, and what became of it on record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_notebook.errors import DeadlineError, OmniError, PauseError, StepLevelError, UpstreamError
+from omni_notebook.protocol import MemoryState, PauseMode, PauseState
+from omni_notebook.stages.waiting import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omni_notebook.engine.upstream.core import UpCore
+    from omni_notebook.engine.upstream.stage import UpStage
+    from omni_notebook.stages.waiting import CancelToken
+
+RESUME_S = 60.0
+
+
+class Pausing:
+    """Carries pauses out; every method belongs to the engine's loop."""
+
+    def __init__(self, core: UpCore) -> None:
+        self._core = core
+
+    async def pause(
+        self, stages: Sequence[UpStage], mode: PauseMode, *, clear_cache: bool, deadline: Deadline, token: CancelToken
+    ) -> None:
+        """Close admission, then each stage's scheduler as its kind and the mode say.
+
+        Raises:
+            StepLevelError: "keep" on a stage that runs single steps; it is open as before.
+            DeadlineError, PauseError: it did not complete; the stage is PAUSE_FAILED.
+        """
+        async with self._core.hold(deadline, token):
+            for stage in stages:
+                if not token.cancelled:
+                    await self._pause_one(stage, mode, clear_cache, deadline)
+
+    async def _pause_one(self, stage: UpStage, mode: PauseMode, clear_cache: bool, deadline: Deadline) -> None:
+        before = stage.pause_state, stage.pause_mode
+        if before == (PauseState.PAUSED, mode):
+            return
+        stage.set_pause(PauseState.PAUSING, mode, reason=f"pause {mode}")
+        call = self._core.upstream.pause_generation(mode=str(mode), clear_cache=clear_cache, stage_ids=[stage.stage_id])
+        try:
+            await self._core.calls.run(call, deadline, f"pause_generation(mode={str(mode)!r})")
+        except OmniError as error:
+            if await self._is_step_level(stage, mode, error):
+                stage.set_pause(*before, reason="this stage can not be kept")
+                msg = (
+                    f"stage {stage.stage_id} runs single steps (step_execution): mode 'keep' is not supported there; "
+                    "call sleep(..., mode='wait' | 'abort'), or abort its requests. Nothing changed"
+                )
+                raise StepLevelError(msg) from error
+            stage.set_pause(PauseState.PAUSE_FAILED, mode, reason=f"pause failed: {error}")
+            msg = (
+                f"the pause ({mode}) of stage {stage.stage_id} did not complete: {error}; it is PAUSE_FAILED. Call "
+                "pause_generation again, or resume_generation(); do not sleep or change weights now"
+            )
+            raise (DeadlineError if isinstance(error, DeadlineError) else PauseError)(msg) from error
+        stage.set_pause(PauseState.PAUSED, mode, reason=f"paused ({mode})")
+
+    async def _is_step_level(self, stage: UpStage, mode: PauseMode, error: OmniError) -> bool:
+        """Whether it can not be kept at all, and is open again: upstream closes admission before it finds out."""
+        if mode != PauseMode.KEEP or not isinstance(error, UpstreamError) or "NotImplementedError" not in str(error):
+            return False
+        others = any(other.pause_state != PauseState.OPEN for other in self._core.stages if other is not stage)
+        try:
+            await self._resume_upstream(stage)
+        except OmniError:
+            return others
+        return True
+
+    async def resume(self, stages: Sequence[UpStage]) -> None:
+        """Open paused stages; one that sleeps opens after its wake.
+
+        Raises:
+            PauseError: upstream did not open one; it stays paused.
+        """
+        for stage in stages:
+            if stage.pause_state == PauseState.OPEN:
+                continue
+            if stage.state == MemoryState.AWAKE:
+                try:
+                    await self._resume_upstream(stage)
+                except OmniError as error:
+                    msg = f"stage {stage.stage_id} was not resumed: {error}; it is {stage.pause_state}, call it again"
+                    raise PauseError(msg) from error
+            stage.set_pause(PauseState.OPEN, None, reason="resumed")
+
+    async def _resume_upstream(self, stage: UpStage) -> None:
+        call = self._core.upstream.resume_generation(stage_ids=[stage.stage_id])
+        await self._core.calls.run(call, Deadline(RESUME_S), "resume_generation")

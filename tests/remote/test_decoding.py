@@ -40,6 +40,7 @@ RAISED = [
     errors.LedgerError("not to be read"),
     errors.PeerLostError("left the group"),
     errors.ServerLostError("another server, behind that one"),
+    errors.UpstreamError("its own words"),
     errors.EngineClosedError("shut down"),
 ]
 

@@ -237,6 +237,8 @@ def test_it_generates_images_and_text(engine: RemoteOmni, fake: Fake) -> None:
     (said,) = asyncio.run(collect(engine, "a star", output_modalities=["text"]))
     assert (said.text, said.outputs[0].finish_reason) == ("a plan", "stop")
     assert fake.bodies[0] == {"prompt": "a star", "response_format": "b64_json", "size": "8x8", "seed": 3}
+    asyncio.run(collect(engine, {"prompt": "a star", "negative_prompt": "a moon"}, sampling_params=None))
+    assert fake.bodies[2] == {"prompt": "a star", "negative_prompt": "a moon", "response_format": "b64_json"}
     assert fake.bodies[1]["messages"] == [{"role": "user", "content": "a star"}]
 
 

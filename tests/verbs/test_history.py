@@ -12,6 +12,8 @@ from tests.notebook.acks import status
 class Engine:
     """What verbs see of an engine whose ledger has something to say."""
 
+    url = host = None
+
     def __init__(self, *notes):
         self.notes = notes
 

@@ -141,19 +141,23 @@ class Plain:
         Raises:
             UnsupportedError: token ids, an adapter, or other outputs.
         """
-        if not isinstance(body["prompt"], str) or body.get("lora_request") is not None:
+        prompt = body["prompt"] if isinstance(body["prompt"], dict) else {"prompt": body["prompt"]}
+        if "prompt_token_ids" in prompt or body.get("lora_request") is not None:
             self.has("generate with token ids or adapters")
         wanted = body.get("output_modalities")
         if wanted not in (None, ["image"], ["text"]):
             self.has(f"generate of {wanted}")
+        if wanted == ["text"] and prompt.get("negative_prompt") is not None:
+            self.has("text with a negative prompt")
         ask = self._chat if wanted == ["text"] else self._images
-        yield await ask(line, body)
+        yield await ask(line, {**body, **prompt})
 
     async def _images(self, line: Line, body: dict[str, Any]) -> OmniRequestOutput:
         params = dict(body.get("sampling_params") or {})
         width, height = params.pop("width", None), params.pop("height", None)
         size = f"{width}x{height}" if width and height else None
-        sent = {"prompt": body["prompt"], "response_format": "b64_json", "size": size, **params}
+        negative = {"negative_prompt": body.get("negative_prompt")}
+        sent = {"prompt": body["prompt"], **negative, "response_format": "b64_json", "size": size, **params}
         found = await self._asked(line, body, "/v1/images/generations", sent)
         try:
             png = [base64.b64decode(one["b64_json"]) for one in found["data"]]
@@ -212,7 +216,7 @@ def _status(number: int, model: str, acks: Sequence[OmniACK], state: MemoryState
             device=ack.metadata["device"] or _UNKNOWN,
             alive=True,
             tags={},
-            host_backup_bytes=0,
+            host_backup_bytes=None,
             process_bytes=ack.metadata["residual_bytes"],
         )
         for ack in acks

@@ -27,6 +27,10 @@ _KEPT_S = 2.0
 """Idle connections are kept for less than servers keep them (5 s), so that none is used that is being closed."""
 _KEEPALIVE = (("SO_KEEPALIVE", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+_GOES_ON = """\
+it may go on there, and was not sent again. engine.status() (%omni status) shows what came of it once it \
+answers"""
+_ENDS = "it ends there with its client, and was not sent again"
 VERSION = "/v1/omni/version"
 RUNS_ON = "what runs there runs on"
 
@@ -126,27 +130,25 @@ class Line:
         headers = None if content is None else {"Content-Type": "application/json"}
         try:
             async with (
-                self.watched(what, timeout),
+                self.watched(what, timeout, streamed=True),
                 self._http().stream(method, path, content=content, headers=headers) as response,
             ):
                 yield response
         except httpx.HTTPError as error:
-            raise self.lost(what, error) from None
+            raise self.lost(what, error, streamed=True) from None
 
-    def lost(self, what: str, error: Exception) -> ServerLostError:
+    def lost(self, what: str, error: Exception, *, streamed: bool = False) -> ServerLostError:
         """Whether it was sent, and what may be true now."""
         url = self._address.url
         if isinstance(error, _NOT_SENT):
             return ServerLostError(f"nobody answers at {url} ({_why(error)}): the {what} was not sent")
-        return ServerLostError(
-            f"the connection to {url} was lost during the {what} ({_why(error)}): it may go on there, and was not "
-            "sent again. engine.status() (%omni status) shows what came of it once the server answers"
-        )
+        goes = _ENDS if streamed else _GOES_ON
+        return ServerLostError(f"the connection to {url} was lost during the {what} ({_why(error)}): {goes}")
 
     # --------------------------------------------------------------------------------- watching
 
     @contextlib.asynccontextmanager
-    async def watched(self, what: str, timeout: float | None) -> AsyncIterator[None]:
+    async def watched(self, what: str, timeout: float | None, *, streamed: bool = False) -> AsyncIterator[None]:
         """A wait that ends when the server is gone, or `MARGIN_S` after the order's own bound."""
         task, dead = asyncio.current_task(), asyncio.Event()
         bound = asyncio.timeout(None if timeout is None else timeout + MARGIN_S)
@@ -167,7 +169,7 @@ class Line:
                     yield
         except asyncio.CancelledError:
             if dead.is_set() and task.uncancel() <= 0:
-                raise self.lost(what, TimeoutError(f"no answer to {MISSES} probes")) from None
+                raise self.lost(what, TimeoutError(f"no answer to {MISSES} probes"), streamed=streamed) from None
             raise
         except TimeoutError:
             if timeout is None or not bound.expired():

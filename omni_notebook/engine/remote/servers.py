@@ -114,7 +114,7 @@ class Cockpit:
                 yield output
                 if output.finished:
                     return
-        raise line.lost(what, EOFError("the stream ended before the request had"))
+        raise line.lost(what, EOFError("the stream ended before the request had"), streamed=True)
 
 
 def _read(line: Line, what: str, data: str) -> OmniRequestOutput:

@@ -242,7 +242,7 @@ class Stop:
             return
         if running.url is not None:
             _shut_down(session, running)
-            session.frontend.write(f"disconnected: {_runs_on(running)}; %omni start starts one here\n")
+            session.frontend.write(f"disconnected: {_left(running)}; %omni start starts one here\n")
             return
         before = running.status()
         _shut_down(session, running)
@@ -264,7 +264,7 @@ def _shut_down(session: Session, engine: Engine) -> None:
         with contextlib.suppress(TimeoutError):
             (future or in_thread(lambda: _end(engine), "omni-stop")).result(CANCEL_GRACE_S)
         if engine.url is not None:
-            msg = f"interrupted too late: disconnected; {_runs_on(engine)}"
+            msg = f"interrupted too late: disconnected; {_left(engine)}"
             raise InterruptedVerb(msg) from None
         ended = "is stopped" if engine.status().closed else "is still being stopped"
         msg = f"interrupted too late: the engine {ended}; no engine is running; %omni start starts one"
@@ -273,10 +273,10 @@ def _shut_down(session: Session, engine: Engine) -> None:
         session.use(None)
 
 
-def _runs_on(engine: Engine) -> str:
+def _left(engine: Engine) -> str:
     """What becomes of an engine on a server when this session leaves it."""
     where = f" ({engine.host})" if engine.host is not None and engine.host != engine.url else ""
-    return f"the engine at {engine.url}{where} runs on, %omni connect {engine.url} connects again"
+    return f"the engine at {engine.url}{where} was left as it is, %omni connect {engine.url} connects again"
 
 
 def _end(engine: Engine) -> None:

@@ -260,4 +260,4 @@ def test_verbs_work_with_what_is_there_and_say_what_is_not(fake: Fake) -> None:
             execute(session, "audit 1 --level 1")
     finally:
         execute(session, "stop")
-    assert "runs on" in screen.text
+    assert "was left as it is" in screen.text

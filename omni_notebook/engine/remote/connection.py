@@ -14,7 +14,7 @@ from omni_notebook.engine.remote.address import SHORT_S, Address
 from omni_notebook.engine.remote.closing import Closer
 from omni_notebook.engine.remote.decoding import error_of
 from omni_notebook.engine.remote.following import Follower
-from omni_notebook.engine.remote.line import Line
+from omni_notebook.engine.remote.line import UNCHANGED, Line
 from omni_notebook.engine.remote.servers import OMNI, is_here, meet
 from omni_notebook.errors import EngineClosedError, ServerLostError, UnsupportedError
 from omni_notebook.paths import expanded
@@ -61,7 +61,7 @@ class Connection:
         """A snapshot, memory measured there now; waits no longer than the `timeout` of this connection.
 
         Raises:
-            ServerLostError: the server does not answer; what runs there runs on.
+            ServerLostError: the server does not answer; nothing was changed there.
         """
         if self._closer.closed:
             return _ended(self._last, self.url)
@@ -150,7 +150,7 @@ class Connection:
             if future.done():
                 raise
             future.cancel()
-            msg = f"{self.url} did not answer within {bound_s:g} s; what runs there runs on"
+            msg = f"{self.url} did not answer within {bound_s:g} s; {UNCHANGED}"
             raise ServerLostError(msg) from None
 
     async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:

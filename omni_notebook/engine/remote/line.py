@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +33,7 @@ it may go on there, and was not sent again. engine.status() (%omni status) shows
 answers"""
 _ENDS = "it ends there with its client, and was not sent again"
 VERSION = "/v1/omni/version"
-RUNS_ON = "what runs there runs on"
+UNCHANGED = "nothing was changed there"
 
 
 class Answer(NamedTuple):
@@ -76,7 +77,9 @@ class Line:
             raise error_of(answer.status, answer.content, f"GET {self._address.url}{path}")
         return answer
 
-    async def ask(self, method: str, path: str, params: dict[str, Any] | None = None, *, now: str = RUNS_ON) -> Answer:
+    async def ask(
+        self, method: str, path: str, params: dict[str, Any] | None = None, *, now: str = UNCHANGED
+    ) -> Answer:
         """The answer, whatever its status, within `Address.short_s`; `now` says what is true where there is none.
 
         Raises:
@@ -267,6 +270,11 @@ def _plain(value: Any) -> Any:
     return item()
 
 
-def _why(error: Exception) -> str:
-    """What an exception says, or its name."""
+def _why(error: BaseException) -> str:
+    """What the operating system says of it; else what the exception says, or its name."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:  # below 0: of getaddrinfo
+            return os.strerror(cause.errno)
+        cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__ or cause.__context__
     return " ".join(str(error).split()) or type(error).__name__

@@ -36,6 +36,18 @@ _libc.syscall.restype = ctypes.c_long
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+_M_ARENA_MAX = -8
+HEAPS_VARIABLE, HEAPS = "MALLOC_ARENA_MAX", 2
+"""glibc gives each thread a heap of its own, up to eight a processor, and what was freed in one stays in it: a process
+of several threads would hold ever more. Source: mallopt(3), M_ARENA_MAX."""
+
+
+def limit_heaps() -> None:
+    """Have this process's later threads share `HEAPS` heaps, unless the user has said how many, or libc can not."""
+    if HEAPS_VARIABLE not in os.environ and hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_ARENA_MAX, HEAPS)
+
+
 def _failed(call: str) -> OSError:
     number = ctypes.get_errno()
     return OSError(number, f"{call}: {os.strerror(number)}")

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import UnsupportedError
+from omni_notebook.memory.libc import limit_heaps
 from omni_notebook.server import words
 from omni_notebook.server.settings import ServerSettings
 
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         served_model_names=tuple(args.served_model_names),
         allowed_hosts=tuple(args.allowed_hosts),
     )
+    limit_heaps()
     overrides = {key: value for key, value in vars(args).items() if key not in _OURS}
     with _told_to_stop() as told:
         try:
@@ -62,6 +64,7 @@ def _serve(settings: ServerSettings, told: _Told, model: str, **known: Any) -> N
         contextlib.closing(serving.listen(settings)) as listening,
         AsyncOmni(model, progress=told.check, **known) as engine,
     ):
+        told.check("ready", 1.0)
         server = serving.Server(engine, settings, listening)
         server.start()
         _say(f"{model} is served on {server.url} (Ctrl-C ends it)")

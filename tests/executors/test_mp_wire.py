@@ -15,8 +15,9 @@ from omni_notebook import errors
 from omni_notebook.executors import make_executor
 from omni_notebook.executors.mp.executor import MpExecutor
 from omni_notebook.executors.mp.messages import Order, ToChild, payload
-from omni_notebook.executors.mp.placement import environment, places, split
+from omni_notebook.executors.mp.placement import THREAD_VARIABLES, environment, places, split
 from omni_notebook.executors.mp.wire import INLINE_BYTES, Receiver, pack
+from omni_notebook.memory.libc import HEAPS_VARIABLE
 from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
 from omni_notebook.worker.batches import (
     ArBatch,
@@ -205,12 +206,13 @@ def test_replicas_of_a_stage_share_the_machine(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     place = split(range(4), 0, 1)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+    for name in (*THREAD_VARIABLES, HEAPS_VARIABLE, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
-    assert environment(place) == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert environment(place) == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "2"}
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("MKL_NUM_THREADS", "16")
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
     assert environment(place) == {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "4"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from omni_notebook.memory.libc import HEAPS, HEAPS_VARIABLE
 from omni_notebook.worker.threads import waiting_threads_sleep
 
 if TYPE_CHECKING:
@@ -40,13 +41,14 @@ def places(specs: Sequence[WorkerSpec]) -> list[Place]:
 
 
 def environment(place: Place) -> dict[str, str]:
-    """What numeric libraries read when they load: at most the place's threads, and waiting threads that sleep.
+    """What libraries read when they load: at most the place's threads, waiting threads that sleep, few heaps.
 
-    What the user has set (fewer threads, a wait policy) stays.
+    What the user has set (fewer threads, a wait policy, heaps) stays.
     """
     most = {name: place.threads for name in THREAD_VARIABLES if name in os.environ or name == THREAD_VARIABLES[0]}
     counts = {name: _at_most(os.environ.get(name, ""), threads) for name, threads in most.items()}
-    return {**counts, **waiting_threads_sleep(os.environ)}
+    heaps = {} if HEAPS_VARIABLE in os.environ else {HEAPS_VARIABLE: str(HEAPS)}
+    return {**counts, **waiting_threads_sleep(os.environ), **heaps}
 
 
 def _at_most(given: str, threads: int) -> str:

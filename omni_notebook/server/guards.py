@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
-from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, refusal
+from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, refusal, unbroken
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -19,18 +19,18 @@ _CLOSE = {"Connection": "close"}
 
 
 class EndGuard:
-    """What the server's end cancels is answered, where no answer has begun."""
+    """What the server's end cancels is answered: with 503, or where events have begun to come with a last one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on."""
-        begun = False
+        begun: Message | None = None
 
         async def noting(message: Message) -> None:
             nonlocal begun
-            begun = True
+            begun = begun or message
             await send(message)
 
         try:
@@ -38,9 +38,12 @@ class EndGuard:
         except asyncio.CancelledError:
             if scope["type"] != "http":
                 raise
-            if not begun:
-                told = "the server ended before this request had; it was ended too"
-                await refusal(503, told, "ENDED", _CLOSE)(scope, receive, send)
+            told = refusal(503, "the server ended before this request had; it was ended too", "ENDED", _CLOSE)
+            if begun is None:
+                await told(scope, receive, send)
+            elif _header(begun, b"content-type").startswith(b"text/event-stream"):
+                body = b"event: error\ndata: %b\n\n" % unbroken(bytes(told.body))
+                await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class WordsGuard:
@@ -140,8 +143,8 @@ class HostGuard:
         await self._app(scope, receive, send)
 
 
-def _header(scope: Scope, name: bytes) -> bytes:
-    return bytes(dict(scope["headers"]).get(name, b""))
+def _header(head: Scope | Message, name: bytes) -> bytes:
+    return bytes(dict(head["headers"]).get(name, b""))
 
 
 def _name_of(host: str) -> str:

@@ -1,0 +1,147 @@
+"""What no server of this version does, and what happens around a connection: each is told, nothing is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+from omni_notebook.config import DEMO_FOLDER, PipelineConfig, StageConfig
+from omni_notebook.engine.async_omni import AsyncOmni
+from omni_notebook.engine.remote.client import RemoteOmni
+from omni_notebook.errors import ArgumentError, OmniError, ServerLostError
+from omni_notebook.notebook.dashboard.widget import Dashboard
+from omni_notebook.verbs import serving as served
+from omni_notebook.verbs.registry import execute
+from omni_notebook.verbs.session import Session
+from tests.engine.engine_helpers import collect, until
+from tests.remote.screen import Screen
+from tests.remote.served import rude, serving, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from http.server import BaseHTTPRequestHandler
+
+    from tests.remote.served import Rude
+
+THINKER = PipelineConfig(stages=(StageConfig(kind="ar", name="thinker", model=str(DEMO_FOLDER / "thinker")),))
+LONG = {"num_inference_steps": 1000}
+
+
+@pytest.fixture
+def odd() -> Iterator[Rude]:
+    with rude() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[AsyncOmni]:
+    with AsyncOmni("demo", executor="uni") as engine:
+        yield engine
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    return file.getvalue()
+
+
+WHOLE = {"request_id": "x", "stage_id": 1, "finished": True, "final_output_type": "image"}
+HALVES = [{"png": [base64.b64encode(png()[:length]).decode()]} for length in range(0, len(png()) - 20, 5)]
+ODD_OUTPUTS = [{"png": None}, {"png": 5}, {"png": [5]}, {"outputs": None}, {"outputs": [7]}, *HALVES]
+
+
+def test_an_output_that_can_not_be_read_is_never_an_error_of_pythons_own(odd: Rude) -> None:
+    told = [json.dumps({**WHOLE, **one}) for one in ODD_OUTPUTS] + ["[]", "null", '{"a":']
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        body = f"event: output\ndata: {told[len(odd.orders) - 1]}\n\n".encode()
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    odd.on_order = answer
+    with RemoteOmni(odd.url) as engine:
+        for _ in told:
+            with pytest.raises(ServerLostError, match="with something else than expected"):
+                asyncio.run(collect(engine))
+    assert len(odd.orders) == len(told)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"code": "X", "details": {"type_name": "StopIteration"}},
+        {"code": "X", "details": {"type_name": "StopAsyncIteration"}},
+        {"code": "SLEEP_FAILED"},
+    ],
+)
+def test_a_refusal_is_told_whatever_stands_around_its_message(odd: Rude, error: dict[str, Any]) -> None:
+    odd.on_order = lambda handler: tell(handler, {"error": {"message": "no room", **error}, "acks": [5]}, 500)
+    with RemoteOmni(odd.url) as engine:
+        for order in (engine.restart(0), collect(engine)):
+            with pytest.raises(OmniError, match="no room"):
+                asyncio.run(order)
+
+
+def test_a_request_whose_client_leaves_ends_there_though_a_fork_of_the_client_lives_on(demo: AsyncOmni) -> None:
+    async def scenario(known: RemoteOmni) -> None:
+        asking = asyncio.create_task(collect(known, sampling_params=LONG))
+        await until(lambda: demo.status().stages[1].running)
+        fork = os.fork()
+        if not fork:
+            signal.pause()
+            os._exit(0)
+        try:
+            asking.cancel()
+            await until(lambda: not demo.status().stages[1].running, 2.0)
+        finally:
+            os.kill(fork, signal.SIGKILL)
+            os.waitpid(fork, 0)
+        assert (await collect(known))[-1].finished
+
+    with serving(demo) as server, RemoteOmni(server.url) as known:
+        asyncio.run(scenario(known))
+
+
+def test_a_dashboard_shows_the_stages_of_the_server_that_was_started_again(
+    demo: AsyncOmni,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        small = stack.enter_context(AsyncOmni(pipeline=THINKER, executor="uni"))
+        with serving(small) as server:
+            known = stack.enter_context(RemoteOmni(server.url))
+            dashboard = stack.enter_context(contextlib.closing(Dashboard(known)))
+            row, head = dashboard.children[2], dashboard.children[1].children[0]
+            assert ["thinker" in card.children[0].value for card in row.children] == [True]
+        with serving(demo, port=server.port):
+            asyncio.run(until(lambda: len(row.children) == 2))
+            assert "painter" in row.children[1].children[0].value
+            asyncio.run(until(lambda: "demo" in head.value))
+        with serving(small, port=server.port):
+            asyncio.run(until(lambda: len(row.children) == 1))
+
+
+def test_a_session_is_not_connected_to_the_engine_that_it_would_stop_for_that() -> None:
+    session = Session(Screen())
+    engine = execute(session, "start --executor uni")
+    execute(session, "serve --port 0")
+    url = served.server_of(engine).url
+    try:
+        with pytest.raises(ArgumentError, match="is this session's own engine.*nothing was changed"):
+            execute(session, f"connect {url} --replace")
+        assert session.engine is engine
+        with RemoteOmni(url) as known:
+            assert known.status().stages[0].state == "AWAKE"
+    finally:
+        execute(session, "stop")

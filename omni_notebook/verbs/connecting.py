@@ -82,8 +82,8 @@ def _check_elsewhere(session: Session, found: ServedEngine) -> None:
         raise ArgumentError(msg)
 
 
-def _port(url: str) -> str:
-    return url.rpartition(":")[2]
+def _port(url: str | None) -> str:
+    return (url or "").rpartition(":")[2]
 
 
 def _connect(url: str, key: str | None) -> ServedEngine:

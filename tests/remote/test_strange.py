@@ -107,7 +107,7 @@ def test_a_request_whose_client_leaves_ends_there_though_a_fork_of_the_client_li
             await until(lambda: not demo.status().stages[1].running, 2.0)
         finally:
             os.kill(fork, signal.SIGKILL)
-            os.waitpid(fork, 0)
+            os.waitpid(fork, 0)  # noqa: ASYNC222  (it was killed)
         assert (await collect(known))[-1].finished
 
     with serving(demo) as server, RemoteOmni(server.url) as known:
@@ -138,7 +138,7 @@ def test_a_session_is_not_connected_to_the_engine_that_it_would_stop_for_that() 
     execute(session, "serve --port 0")
     url = served.server_of(engine).url
     try:
-        with pytest.raises(ArgumentError, match="is this session's own engine.*nothing was changed"):
+        with pytest.raises(ArgumentError, match=r"is this session's own engine.*nothing was changed"):
             execute(session, f"connect {url} --replace")
         assert session.engine is engine
         with RemoteOmni(url) as known:

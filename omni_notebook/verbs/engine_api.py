@@ -127,6 +127,10 @@ class ServedEngine(Engine, Protocol):
     """An engine with a `url`: what must be done beside its ranks is done there."""
 
     @property
+    def closed(self) -> bool:
+        """Whether this end was shut down; the server is not asked."""
+
+    @property
     def in_this_process(self) -> bool:
         """Whether the server is a thread of this very process."""
 

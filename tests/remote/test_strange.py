@@ -9,8 +9,11 @@ import io
 import json
 import os
 import signal
+import socket
+import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from PIL import Image
 
@@ -20,6 +23,8 @@ from omni_notebook.engine.remote.client import RemoteOmni
 from omni_notebook.errors import ArgumentError, OmniError, ServerLostError
 from omni_notebook.notebook.dashboard.widget import Dashboard
 from omni_notebook.verbs import serving as served
+from omni_notebook.verbs.borrowing.lease import borrowed
+from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.registry import execute
 from omni_notebook.verbs.session import Session
 from tests.engine.engine_helpers import collect, until
@@ -145,3 +150,57 @@ def test_a_session_is_not_connected_to_the_engine_that_it_would_stop_for_that() 
             assert known.status().stages[0].state == "AWAKE"
     finally:
         execute(session, "stop")
+
+
+def interrupted(handler: BaseHTTPRequestHandler) -> None:
+    """The server hangs from now on, and whoever waits in the main thread presses Ctrl-C."""
+    server: Any = handler.server
+    server.silent.set()
+    os.kill(os.getpid(), signal.SIGINT)
+    server.freed.wait(30)
+
+
+@pytest.mark.parametrize("line", ["sleep 0", "status"])
+def test_an_interrupt_is_not_held_up_by_a_server_that_hangs_nor_is_leaving_it(odd: Rude, line: str) -> None:
+    session = Session(Screen())
+    execute(session, f"connect {odd.url}")
+    odd.on_order, odd.on_status = interrupted, interrupted if line == "status" else odd.on_status
+    began_s = time.monotonic()
+    with pytest.raises(InterruptedVerb, match=r"interrupted; http.* does not answer at the moment; %omni status asks"):
+        execute(session, line)
+    assert time.monotonic() - began_s < 4
+    began_s = time.monotonic()
+    execute(session, "stop")
+    assert time.monotonic() - began_s < 2
+    assert session.attached is None
+
+
+def test_the_answers_of_an_order_are_kept_though_its_server_goes_at_once(demo: AsyncOmni, odd: Rude) -> None:
+    acks = asyncio.run(demo.sleep([0]))
+    asyncio.run(demo.wake_up([0]))
+
+    def answer_and_go(handler: BaseHTTPRequestHandler) -> None:
+        odd.on_status = lambda handler: handler.connection.shutdown(socket.SHUT_RDWR)
+        tell(handler, {"status": "SUCCESS", "acks": msgspec.to_builtins(acks)})
+
+    odd.on_order = answer_and_go
+    session = Session(Screen())
+    execute(session, f"connect {odd.url}")
+    assert execute(session, "sleep 0 --out kept") == session.acks == session.frontend.variables["kept"]
+    assert [ack.freed_bytes for ack in session.acks] == [ack.freed_bytes for ack in acks]
+    execute(session, "stop")
+
+
+def test_a_lease_whose_server_goes_says_what_may_be_asleep_and_the_line_that_wakes_it(demo: AsyncOmni) -> None:
+    session = Session(Screen())
+    with serving(demo) as server:
+        execute(session, f"connect {server.url}")
+        lease = borrowed([0], of=session)
+        lease.__enter__()
+    with pytest.raises(ServerLostError, match=r"may be asleep there: once it answers, %omni wake 0 wakes it; the code"):
+        lease.__exit__(None, RuntimeError("of the user"), None)
+    assert demo.status().stages[0].state == "ASLEEP"
+    with serving(demo, port=server.port):
+        execute(session, "wake 0")
+    execute(session, "stop")
+    assert demo.status().stages[0].state == "AWAKE"

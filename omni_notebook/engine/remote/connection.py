@@ -98,6 +98,11 @@ class Connection:
         return True
 
     @property
+    def closed(self) -> bool:
+        """Whether this connection was shut down; the server is not asked."""
+        return self._closer.closed
+
+    @property
     def in_this_process(self) -> bool:
         """Whether the server is a thread of this very process."""
         return self.host is None and self._server.pid == os.getpid()

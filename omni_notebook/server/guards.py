@@ -123,15 +123,23 @@ class _Stay:
 
 
 class HostGuard:
-    """Answers only requests that call this server by one of its names: a page of someone else's must not reach it."""
+    """Answers only requests that call this server by one of its names: a page of someone else's must not reach it.
+
+    Nor may it give an order that it need not hear the answer of; a browser names the page's `Origin` with those.
+    """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or 400."""
+        """Pass on, or 400, 403."""
         if scope["type"] == "http":
+            origin = _header(scope, b"origin").decode("latin-1")
+            if origin and scope["method"] != "GET" and _name_of(origin.rpartition("://")[2]) not in self._hosts:
+                message = f"a page of {origin} gives no orders here; nothing was changed"
+                await refusal(403, message, "FOREIGN_PAGE")(scope, receive, send)
+                return
             said = _header(scope, b"host").decode("latin-1")
             if _name_of(said) not in self._hosts:
                 message = (

@@ -66,8 +66,8 @@ def make_app(engine: Engine, settings: ServerSettings, ended: Callable[[], None]
         app.add_middleware(HostGuard, hosts=settings.hosts)
     else:
         app.add_middleware(KeyGuard, key=settings.api_key)
-    app.add_middleware(EndGuard)
     app.add_middleware(LeaveGuard)
+    app.add_middleware(EndGuard)
     app.add_middleware(WordsGuard)
     return app
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -70,9 +72,11 @@ class _Watched(H11Protocol):
         _stop(self._unread)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Watch no longer."""
+        """Watch no longer; for the client it ends now."""
         _stop(self._head)
         _stop(self._unread)
+        with contextlib.suppress(OSError):  # the client was first
+            self.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # a fork of this process has it too
         super().connection_lost(exc)
 
     @property

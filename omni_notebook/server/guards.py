@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
-from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, refusal
+from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, refusal, unbroken
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -19,18 +19,18 @@ _CLOSE = {"Connection": "close"}
 
 
 class EndGuard:
-    """What the server's end cancels is answered, where no answer has begun."""
+    """What the server's end cancels is answered: with 503, or where events have begun to come with a last one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on."""
-        begun = False
+        begun: Message | None = None
 
         async def noting(message: Message) -> None:
             nonlocal begun
-            begun = True
+            begun = begun or message
             await send(message)
 
         try:
@@ -38,9 +38,12 @@ class EndGuard:
         except asyncio.CancelledError:
             if scope["type"] != "http":
                 raise
-            if not begun:
-                told = "the server ended before this request had; it was ended too"
-                await refusal(503, told, "ENDED", _CLOSE)(scope, receive, send)
+            told = refusal(503, "the server ended before this request had; it was ended too", "ENDED", _CLOSE)
+            if begun is None:
+                await told(scope, receive, send)
+            elif _header(begun, b"content-type").startswith(b"text/event-stream"):
+                body = b"event: error\ndata: %b\n\n" % unbroken(bytes(told.body))
+                await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class WordsGuard:
@@ -120,15 +123,23 @@ class _Stay:
 
 
 class HostGuard:
-    """Answers only requests that call this server by one of its names: a page of someone else's must not reach it."""
+    """Answers only requests that call this server by one of its names: a page of someone else's must not reach it.
+
+    Nor may it give an order that it need not hear the answer of; a browser names the page's `Origin` with those.
+    """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or 400."""
+        """Pass on, or 400, 403."""
         if scope["type"] == "http":
+            origin = _header(scope, b"origin").decode("latin-1")
+            if origin and scope["method"] != "GET" and _name_of(origin.rpartition("://")[2]) not in self._hosts:
+                message = f"a page of {origin} gives no orders here; nothing was changed"
+                await refusal(403, message, "FOREIGN_PAGE")(scope, receive, send)
+                return
             said = _header(scope, b"host").decode("latin-1")
             if _name_of(said) not in self._hosts:
                 message = (
@@ -140,8 +151,8 @@ class HostGuard:
         await self._app(scope, receive, send)
 
 
-def _header(scope: Scope, name: bytes) -> bytes:
-    return bytes(dict(scope["headers"]).get(name, b""))
+def _header(head: Scope | Message, name: bytes) -> bytes:
+    return bytes(dict(head["headers"]).get(name, b""))
 
 
 def _name_of(host: str) -> str:

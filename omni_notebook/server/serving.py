@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from omni_notebook.errors import ConfigError, DeadlineError
+from omni_notebook.errors import ConfigError, DeadlineError, EngineClosedError
 from omni_notebook.server.app import make_app
 from omni_notebook.server.connections import watched_protocol
 
@@ -40,6 +40,7 @@ class Server:
             self._app,
             http=watched_protocol(settings.patience_s, _room(settings.connections)),
             ws="none",
+            log_config=None,  # uvicorn's own would close every log file that this process has open
             log_level="warning",
             access_log=False,
             lifespan="on",
@@ -47,7 +48,7 @@ class Server:
             timeout_graceful_shutdown=GRACE_S,
             h11_max_incomplete_event_size=64 * 1024,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Uvicorn(config)
         self._thread: threading.Thread | None = None
 
     @property
@@ -65,7 +66,8 @@ class Server:
         """Serve on a thread of its own; returns once it answers.
 
         Raises:
-            DeadlineError: it did not begin in time.
+            EngineClosedError: the engine ended meanwhile; nothing listens.
+            DeadlineError: it did not begin in time; nothing listens.
         """
         self._thread = threading.Thread(target=self._alone, name="omni-server", daemon=True)
         self._thread.start()
@@ -74,25 +76,49 @@ class Server:
             if self._server.started or not self._thread.is_alive():
                 break
             waiting.wait(0.01)
+        if self._server.should_exit or not self._thread.is_alive():
+            self.stop()
+            msg = f"the engine ended before the server on {self.url} had begun; nothing listens"
+            raise EngineClosedError(msg)
         if not self._server.started:
-            msg = f"the server on {self.url} did not begin within {STARTING_S:g} s"
+            self.stop()
+            msg = f"the server on {self.url} did not begin within {STARTING_S:g} s; nothing listens"
             raise DeadlineError(msg)
 
     def _alone(self) -> None:
-        with asyncio.Runner() as runner:
-            runner.run(self._server.serve([self._socket]))
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._server.serve([self._socket]))
+        finally:
+            _silence(self._socket)
 
     def stop(self) -> None:
         """Take no more requests, let those in progress end for `GRACE_S`, return when nothing listens."""
         self._end()
         if self._thread is not None:
             self._thread.join(GRACE_S + 5)
-        self._socket.close()
+        _silence(self._socket)
 
     def _end(self) -> None:
         self._server.should_exit = True
         self._app.state.listeners.end()
         self._app.state.audits.end()
+
+
+class _Uvicorn(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more, and end what is in progress."""
+        for one in sockets or ():
+            _silence(one, close=False)  # uvicorn takes its readers away first
+        await super().shutdown(sockets)
+
+
+def _silence(listening: socket.socket, *, close: bool = True) -> None:
+    """Nobody is answered here any more, nor by a fork of this process, which has the socket too."""
+    with contextlib.suppress(OSError):  # closed
+        listening.shutdown(socket.SHUT_RDWR)
+    if close:
+        listening.close()
 
 
 def _room(wanted: int) -> int:

@@ -6,10 +6,11 @@ import concurrent.futures
 import os
 from typing import TYPE_CHECKING
 
+from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.lifecycle import make_room
 from omni_notebook.verbs.registry import verb
-from omni_notebook.verbs.serving import KEY_VARIABLE
+from omni_notebook.verbs.serving import KEY_VARIABLE, server_of
 from omni_notebook.verbs.session import CANCEL_GRACE_S, Session
 from omni_notebook.verbs.waits import in_thread
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import argparse
     from concurrent.futures import Future
 
-    from omni_notebook.verbs.engine_api import Engine
+    from omni_notebook.verbs.engine_api import Engine, ServedEngine
     from omni_notebook.verbs.parsing import VerbParser
 
 
@@ -54,6 +55,7 @@ class Connect:
         except KeyboardInterrupt:
             raise InterruptedVerb(_undo(future, session)) from None
         try:
+            _check_elsewhere(session, engine)
             make_room(session, self.name, replace=True)
         except BaseException:
             engine.shutdown()
@@ -65,14 +67,33 @@ class Connect:
         return session.engine
 
 
-def _connect(url: str, key: str | None) -> Engine:
+def _check_elsewhere(session: Session, found: ServedEngine) -> None:
+    """Return if making room for this engine does not end it.
+
+    Raises:
+        ArgumentError: it is the session's own; nothing was changed.
+    """
+    server = None if session.attached is None else server_of(session.attached)
+    if server is not None and found.in_this_process and _port(server.url) == _port(found.url):
+        msg = (
+            f"{found.url} is this session's own engine, which %omni serve serves: every verb works on it as it is; "
+            "nothing was changed"
+        )
+        raise ArgumentError(msg)
+
+
+def _port(url: str | None) -> str:
+    return (url or "").rpartition(":")[2]
+
+
+def _connect(url: str, key: str | None) -> ServedEngine:
     from omni_notebook.engine.remote.client import RemoteOmni  # noqa: PLC0415  (loaded when used)
 
-    engine: Engine = RemoteOmni(url, key)
+    engine: ServedEngine = RemoteOmni(url, key)
     return engine
 
 
-def _undo(future: Future[Engine] | None, session: Session) -> str:
+def _undo(future: Future[ServedEngine] | None, session: Session) -> str:
     """Have a connection that nobody waits for closed; what to tell."""
     if future is not None:
         future.add_done_callback(_leave)
@@ -80,6 +101,6 @@ def _undo(future: Future[Engine] | None, session: Session) -> str:
     return f"interrupted: not connected; {session.state_now()}"
 
 
-def _leave(future: Future[Engine]) -> None:
+def _leave(future: Future[ServedEngine]) -> None:
     if future.exception() is None:
         future.result().shutdown()

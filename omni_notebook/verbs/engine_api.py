@@ -126,5 +126,13 @@ class Engine(Protocol):
 class ServedEngine(Engine, Protocol):
     """An engine with a `url`: what must be done beside its ranks is done there."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether this end was shut down; the server is not asked."""
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether the server is a thread of this very process."""
+
     async def audit_there(self, body: dict[str, Any]) -> dict[str, Any]:
         """Audit it there; `body` and answer as `POST /v1/omni/audit` has them."""

@@ -9,20 +9,21 @@ import asyncio
 import contextlib
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from omni_notebook.errors import ArgumentError, EngineClosedError, ServerLostError
 from omni_notebook.verbs import hints
 from omni_notebook.verbs.frontend import Frontend, PlainFrontend
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.jobs import Jobs
+from omni_notebook.verbs.waits import promptly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
     from concurrent.futures import Future
 
     from omni_notebook.protocol import EngineStatus, OmniACK, StageStatus
-    from omni_notebook.verbs.engine_api import Engine
+    from omni_notebook.verbs.engine_api import Engine, ServedEngine
     from omni_notebook.verbs.frontend import Progress
 
 _T = TypeVar("_T")
@@ -57,11 +58,12 @@ class Session:
 
     @property
     def attached(self) -> Engine | None:
-        """The same, but an engine on a server also where that does not answer now."""
-        try:
+        """The same, but an engine on a server also where that does not answer now; it is not asked."""
+        served = cast("ServedEngine | None", self._engine)
+        if served is None or served.url is None:
             return self.running
-        except ServerLostError:
-            return self._engine
+        self._engine = None if served.closed else served
+        return self._engine
 
     def _running_status(self) -> tuple[Engine | None, EngineStatus | None]:
         """The engine and its status, or two Nones; one look, because a look measures all memory."""
@@ -135,7 +137,7 @@ class Session:
             return self.frontend.wait(future, gauge, tick)
         except KeyboardInterrupt:
             try:
-                interrupted = self._interrupted(future, order, before, stages)
+                interrupted = promptly(engine, lambda: self._interrupted(future, order, before, stages))
             except ServerLostError as lost:
                 interrupted = InterruptedVerb(f"interrupted; {lost}")
             raise interrupted from None
@@ -176,7 +178,7 @@ class Session:
     def state_now(self) -> str:
         """Every stage's state and the call that helps, or how to start."""
         try:
-            picked = self._picked(None)
+            picked = promptly(self._engine, lambda: self._picked(None))
         except ServerLostError as lost:
             return str(lost)
         return f"now {hints.describe(picked)}" if picked else _NO_ENGINE
@@ -187,15 +189,26 @@ class Session:
 
     def keep(self, acks: Sequence[OmniACK], out: str | None, order: str) -> list[OmniACK]:
         """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown."""
-        self._tell_notes(self._running_status()[1])
-        self.acks = self.dressed(acks, order)
+        status = self._seen() if acks else None
+        self._tell_notes(status)
+        self.acks = self._dressed(acks, order, status)
         self.store(out, self.acks)
         return self.acks
 
     def dressed(self, acks: Sequence[OmniACK], order: str) -> list[OmniACK]:
         """The answers as this session's front end shows them, with the stages' states as they are now."""
-        states = {stage.stage_id: hints.memory_words(stage) for stage in self._picked(None)}
-        return self.frontend.dress(acks, order, states)
+        return self._dressed(acks, order, self._seen())
+
+    def _dressed(self, acks: Sequence[OmniACK], order: str, status: EngineStatus | None) -> list[OmniACK]:
+        stages = () if status is None else status.stages
+        return self.frontend.dress(acks, order, {stage.stage_id: hints.memory_words(stage) for stage in stages})
+
+    def _seen(self) -> EngineStatus | None:
+        """The status; None where a server does not tell now, for its answers are kept all the same."""
+        try:
+            return promptly(self._engine, lambda: self._running_status()[1])
+        except ServerLostError:
+            return None
 
     def tell_notes(self) -> None:
         """Show what the engine wants a person to know, each line once."""

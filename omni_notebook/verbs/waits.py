@@ -7,16 +7,19 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from omni_notebook.errors import EngineClosedError
+from omni_notebook.errors import EngineClosedError, ServerLostError
 from omni_notebook.verbs.frontend import POLL_S, PlainFrontend, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.frontend import Frontend
     from omni_notebook.verbs.interrupts import Held
 
 _T = TypeVar("_T")
+LOOK_S = 1.8
+"""So long whoever was interrupted waits for what can be said about it; an order that was cancelled has half of it."""
 
 
 class Wait(Protocol):
@@ -29,6 +32,21 @@ class Wait(Protocol):
 def here(frontend: Frontend) -> Frontend:
     """The front end for waits on this thread: only the main one may show anything."""
     return frontend if threading.current_thread() is threading.main_thread() else PlainFrontend()
+
+
+def promptly(engine: Engine | None, look: Callable[[], _T]) -> _T:
+    """What `look` finds out about an engine after an interrupt.
+
+    Raises:
+        ServerLostError: its server does not tell within `LOOK_S`.
+    """
+    if engine is None or engine.url is None:
+        return look()
+    try:
+        return in_thread(look, "omni-look").result(LOOK_S)
+    except TimeoutError:
+        msg = f"{engine.url} does not answer at the moment; %omni status asks it again"
+        raise ServerLostError(msg) from None
 
 
 class Foreground:

@@ -52,6 +52,7 @@ class Rude(ThreadingHTTPServer):
     Attributes:
         orders: paths of the POSTs that came.
         on_order: called with the handler of each; it may answer, wait, or close the connection.
+        on_status: the same for each status that is asked for; at first it answers.
         host: what it says that its machine is called.
         silent: while it is set, nothing is answered to a GET.
     """
@@ -62,6 +63,7 @@ class Rude(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _RudeHandler)
         self.orders: list[str] = []
         self.on_order: Callable[[BaseHTTPRequestHandler], None] = lambda _handler: None
+        self.on_status: Callable[[BaseHTTPRequestHandler], None] = _tell_status
         self.host: str | None = socket.gethostname()
         self.silent, self.freed = threading.Event(), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -81,8 +83,7 @@ class _RudeHandler(BaseHTTPRequestHandler):
         if self.path == "/v1/omni/version":
             tell(self, {"name": "omni-notebook", "version": "0", "host": self.server.host, "pid": 1})
         elif self.path == "/v1/omni/status":
-            status = EngineStatus(model="rude", closed=False, paused=False, uptime_s=0.0, stages=())
-            tell(self, msgspec.to_builtins(status))
+            self.server.on_status(self)
         else:
             tell(self, {}, 404)
 
@@ -93,6 +94,11 @@ class _RudeHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_about: Any) -> None:
         """Nothing."""
+
+
+def _tell_status(handler: BaseHTTPRequestHandler) -> None:
+    status = EngineStatus(model="rude", closed=False, paused=False, uptime_s=0.0, stages=())
+    tell(handler, msgspec.to_builtins(status))
 
 
 def tell(handler: BaseHTTPRequestHandler, body: Any, status: int = 200) -> None:

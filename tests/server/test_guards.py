@@ -108,3 +108,14 @@ def test_nothing_but_the_port_listens_and_after_a_stop_nothing_at_all(engine: As
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", server.port), timeout=2):
         pass
     assert not engine.status().closed
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://evil.example", 403), ("null", 403), ("http://localhost:8888", 422), ("http://127.0.0.1", 422)],
+)
+def test_a_page_of_another_site_gives_no_order_that_needs_no_body(http: httpx.Client, origin: str, status: int) -> None:
+    answer = http.post("/v1/omni/loras/7/pin", headers={"Origin": origin})
+    assert answer.status_code == status
+    assert ("gives no orders here" in answer.json()["error"]["message"]) == (status == 403)
+    assert http.get("/health", headers={"Origin": origin}).status_code == 200

@@ -97,6 +97,16 @@ class Connection:
             return False
         return True
 
+    @property
+    def closed(self) -> bool:
+        """Whether this connection was shut down; the server is not asked."""
+        return self._closer.closed
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether the server is a thread of this very process."""
+        return self.host is None and self._server.pid == os.getpid()
+
     def dashboard(self) -> Any:
         """A live view of this engine, shown by the cell that ends with it; `omni_notebook.dashboard(engine)`.
 

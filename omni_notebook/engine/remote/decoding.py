@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import builtins
 import contextlib
 import io
@@ -59,7 +58,7 @@ def error_of(status: int, content: bytes, where: str) -> Exception:
     known = {str(key): value for key, value in (details or {}).items() if not str(key).startswith("_")}
     if code in _OF_CODE and _NEEDED.get(code, "") in {"", *known}:
         if code in {errors.SleepError.error_code, errors.WakeError.error_code}:
-            known["acks"] = acks_of(body) or []
+            known["acks"] = _acks_told(body)
         return errors.rebuilt(_OF_CODE[code], (message,), known)
     if "type_name" in known:
         return _raised_there(message, known)
@@ -70,10 +69,21 @@ def error_of(status: int, content: bytes, where: str) -> Exception:
     return error
 
 
+def _acks_told(body: dict[str, Any]) -> list[OmniACK]:
+    """Those of a failed order; none of what can not be read, so that the failure itself is told."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return acks_of(body) or []
+    return []
+
+
+_SIGNALS = (StopIteration, StopAsyncIteration)
+"""Python's own words for an end: a coroutine can not raise them."""
+
+
 def _raised_there(message: str, known: dict[str, Any]) -> Exception:
     """What a model or a library raised in a rank: an error of Python's own as that, as `AsyncOmni` raises it."""
     kind = getattr(builtins, str(known["type_name"]), None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _SIGNALS):
         with contextlib.suppress(TypeError):  # one that takes more than a message
             return kind(message)
     given = {"error_code": known["type_name"], "remote_traceback": "", **known}
@@ -139,8 +149,8 @@ def output_of(data: str) -> OmniRequestOutput:
         msgspec.ValidationError: it is none.
     """
     found: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
-    png = [base64.b64decode(one) for one in found.pop("png", [])]
-    outputs = [msgspec.convert(one, CompletionOutput) for one in found.pop("outputs", [])]
+    png = msgspec.convert(found.pop("png", []), list[bytes])  # base64
+    outputs = msgspec.convert(found.pop("outputs", []), list[CompletionOutput])
     made = msgspec.convert({**found, "outputs": [], "png": [], "images": []}, OmniRequestOutput)
     made.outputs, made.png, made.images = outputs, png, [opened(one) for one in png]
     return made

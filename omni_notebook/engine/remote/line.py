@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import httpx
 import msgspec
 
+from omni_notebook.engine.remote import forking
 from omni_notebook.engine.remote.decoding import error_of, object_of
 from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, ServerLostError
 
@@ -221,6 +222,7 @@ class Line:
                 headers=self._address.headers,
                 timeout=httpx.Timeout(None, connect=self._address.short_s),
                 transport=_transport(),
+                event_hooks={"request": [_traced]},
             )
         return self._client
 
@@ -234,6 +236,10 @@ class Line:
             await asyncio.wait(waiting, timeout=1.0)
         if self._client is not None:
             await self._client.aclose()
+
+
+async def _traced(request: httpx.Request) -> None:
+    request.extensions["trace"] = forking.note
 
 
 def _transport() -> httpx.AsyncHTTPTransport:

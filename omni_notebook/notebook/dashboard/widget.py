@@ -15,7 +15,7 @@ from omni_notebook.notebook.dashboard import sampler as sampling
 from omni_notebook.notebook.dashboard.kernelwatch import WAITS, watch_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from matplotlib.figure import Figure
 
@@ -189,7 +189,10 @@ class Pieces:
         self._name = name
         style = f"<style>{parts.CSS}\n{_LIVE.replace('NAME', name)}</style>"
         self._notice, self._head = widgets.HTML(""), widgets.HTML(frame.head)
-        self._cards = {card.stage.stage_id: StageCard(card, press) for card in frame.cards}
+        self._press = press
+        self._cards: dict[int, StageCard] = {}
+        self._row = widgets.HBox(layout=widgets.Layout(**_WRAP))
+        self._show_cards(frame.cards)
         drawn = (frame.chart, frame.reclaimed, frame.host)
         self._chart, self._reclaimed, self._host = (widgets.HTML(self._own(text)) for text in drawn)
         self._devices, self._log = widgets.HTML(frame.devices), widgets.HTML(frame.log)
@@ -198,7 +201,7 @@ class Pieces:
         self.children = (
             widgets.HTML(style, layout=widgets.Layout(display="none")),
             widgets.HBox([self._head, self._notice], layout=widgets.Layout(**_WRAP, grid_gap="0 16px")),
-            widgets.HBox(list(self._cards.values()), layout=widgets.Layout(**_WRAP)),
+            self._row,
             self._chart,
             self._reclaimed,
             self._host,
@@ -210,8 +213,7 @@ class Pieces:
     def show(self, frame: Frame, *, waits: bool) -> None:
         """Another frame; widgets whose text is as before send nothing."""
         self._chart.value = self._own(frame.chart)
-        for card in frame.cards:
-            self._cards[card.stage.stage_id].show(card)
+        self._show_cards(frame.cards)
         self._head.value = frame.head
         self._notice.value = parts.notice(WAITS) if waits else ""
         self._reclaimed.value, self._host.value = self._own(frame.reclaimed), self._own(frame.host)
@@ -220,6 +222,19 @@ class Pieces:
             self._asked[self._accordion.selected_index].value = (frame.table, frame.reasons)[
                 self._accordion.selected_index
             ]()
+
+    def _show_cards(self, cards: Sequence[Card]) -> None:
+        """One a stage; a server that was started again may have others."""
+        before = self._cards
+        self._cards = {
+            card.stage.stage_id: before.get(card.stage.stage_id) or StageCard(card, self._press) for card in cards
+        }
+        if list(self._cards) != list(before):
+            self._row.children = tuple(self._cards.values())
+            for stage_id in before.keys() - self._cards.keys():
+                close_tree(before[stage_id])
+        for card in cards:
+            self._cards[card.stage.stage_id].show(card)
 
     def _own(self, drawn: str) -> str:
         """A drawing with names that no other drawing of the page has."""

@@ -19,8 +19,10 @@ from omni_notebook.verbs.auditing.result import AuditResult
 from omni_notebook.verbs.frontend import Progress
 from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.session import CANCEL_GRACE_S
+from omni_notebook.verbs.waits import promptly
 
 if TYPE_CHECKING:
+    from omni_notebook.protocol import StageStatus
     from omni_notebook.verbs.auditing.plan import Plan
     from omni_notebook.verbs.engine_api import ServedEngine
     from omni_notebook.verbs.waits import Wait
@@ -71,13 +73,16 @@ class AuditThere:
         """The states once the server has had a moment to wake what slept."""
         deadline = time.monotonic() + 2 * CANCEL_GRACE_S
         try:
-            now = hints.pick(self._engine.status(), self._plan.stage_ids)
+            now = promptly(self._engine, self._looked)
             while not is_awake(now) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-                now = hints.pick(self._engine.status(), self._plan.stage_ids)
+                now = promptly(self._engine, self._looked)
         except OmniError as error:
             return str(error)
         return f"now {hints.describe(now)}"
+
+    def _looked(self) -> list[StageStatus]:
+        return hints.pick(self._engine.status(), self._plan.stage_ids)
 
 
 def result_of(answer: dict[str, Any]) -> AuditResult:

@@ -16,6 +16,7 @@ from omni_notebook.errors import (
     AsleepError,
     EngineClosedError,
     OmniError,
+    ServerLostError,
     SleepError,
     StageFailedError,
     WakeError,
@@ -29,7 +30,7 @@ from omni_notebook.verbs.frontend import drop_frames, said
 from omni_notebook.verbs.gauges import MemoryGauge
 from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.session import CANCEL_GRACE_S, session
-from omni_notebook.verbs.waits import Foreground
+from omni_notebook.verbs.waits import Foreground, promptly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -111,6 +112,7 @@ class Borrowed:
     Raises, on leaving:
         WakeError: a rank could not; where memory is lacking the message says who holds it, and the line that wakes.
         StageFailedError: a stage failed while it slept; the others are awake.
+        ServerLostError: the server of a remote engine went away; what was borrowed may be asleep there.
         InterruptedVerb: Ctrl-C; the wake goes on.
     """
 
@@ -152,7 +154,7 @@ class Borrowed:
                     self._slept(self._run(Foreground(self._session.frontend, held), self._sleep, falling=True))
                 self._begin(started_s)
         except KeyboardInterrupt:
-            msg = f"interrupted: nothing was borrowed; {self._leave()}"
+            msg = f"interrupted: nothing was borrowed; {self._left()}"
             raise InterruptedVerb(msg) from None
         except SleepError as error:
             self._take_back(error)
@@ -170,10 +172,12 @@ class Borrowed:
                     self._woken(self._run(Foreground(self._session.frontend, held), order, falling=False))
                 self._gave_back(started_s)
         except KeyboardInterrupt:
-            msg = f"interrupted: {self._leave()}{_also(error)}"
+            msg = f"interrupted: {self._left()}{_also(error)}"
             raise InterruptedVerb(msg) from error
         except WakeError as failed:
             raise self._no_room(failed, error) from error
+        except ServerLostError as lost:
+            raise _unsure(lost, self.lease.stage_ids, error) from error
 
     async def __aenter__(self) -> Lease:
         self._plan()
@@ -200,6 +204,8 @@ class Borrowed:
                 self._woken(await self._await(order(), must_end=True))
         except WakeError as failed:
             raise self._no_room(failed, error) from error
+        except ServerLostError as lost:
+            raise _unsure(lost, self.lease.stage_ids, error) from error
         self._gave_back(started_s)
 
     # --------------------------------------------------------------------------------- sleeping
@@ -334,6 +340,12 @@ class Borrowed:
             raise
         return future.result()
 
+    def _left(self) -> str:
+        try:
+            return promptly(self._engine, self._leave)
+        except ServerLostError as lost:
+            return str(_unsure(lost, self.lease.stage_ids))
+
     def _leave(self) -> str:
         """Have all woken that slept because of this, without making anyone wait for long; the states now."""
         if self._watch is not None:
@@ -342,6 +354,13 @@ class Borrowed:
             futures = [self._engine.submit(order()) for order in self._wakes()]
             concurrent.futures.wait(futures, timeout=CANCEL_GRACE_S)
         return f"now {hints.describe(hints.pick(self._engine.status(), self.lease.stage_ids))}"
+
+
+def _unsure(lost: ServerLostError, stage_ids: Sequence[int], error: BaseException | None = None) -> ServerLostError:
+    """With what may be true there, and the line that helps."""
+    ids = " ".join(map(str, stage_ids))
+    slept = f"; what was borrowed may be asleep there: once it answers, %omni wake {ids} wakes it" if ids else ""
+    return ServerLostError(f"{lost}{slept}{_also(error)}")
 
 
 def _also(error: BaseException | None) -> str:

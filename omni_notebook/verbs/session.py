@@ -189,7 +189,7 @@ class Session:
 
     def keep(self, acks: Sequence[OmniACK], out: str | None, order: str) -> list[OmniACK]:
         """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown."""
-        status = self._seen() if acks else None
+        status = self._seen()
         self._tell_notes(status)
         self.acks = self._dressed(acks, order, status)
         self.store(out, self.acks)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import run_notebooks
+from omni_notebook.engine.remote.line import UNCHANGED
 from tests.executed_notebooks import NOTEBOOKS, cells, data, execute_copy, picture, read, text
 
 COMMITTED = NOTEBOOKS / "07_remote.ipynb"
@@ -136,8 +137,8 @@ def test_a_server_that_is_killed_is_one_line_for_who_waits_and_for_who_asks(foun
     (waited,), (asked,) = (found[line].outputs for line in LOST)
     assert waited.ename == asked.ename == "ServerLostError"
     assert waited.evalue.startswith(f"the connection to {url} was lost during the request nb-")
-    assert "it may go on there, and was not sent again" in waited.evalue
-    assert asked.evalue == f"{url} does not answer (Connection refused); nothing was changed there"
+    assert "it ends there with its client, and was not sent again" in waited.evalue
+    assert asked.evalue == f"{url} does not answer (Connection refused); {UNCHANGED}"
     assert all(len(output.traceback) == 1 and "\n" not in output.traceback[0] for output in (waited, asked))
 
 

@@ -117,7 +117,10 @@ class AsyncOmni(LoRACalls):
             task = SleepTask(task_id=new_task_id(), level=arguments.check_level(level), discard=discard)
             checked = None if mode is None else arguments.check_mode(mode)
             if not self.enable_sleep_mode:
-                msg = "sleep is off: the engine was started with enable_sleep_mode=False; start it with True"
+                msg = (
+                    "sleep is off: the engine was started with enable_sleep_mode=False; start it with True. "
+                    "Nothing changed"
+                )
                 raise UnsupportedError(msg)
             deadline = self._core.deadline(timeout, stages)
             return await self._core.orders.sleep(stages, task, checked, deadline, strict=raise_on_error)

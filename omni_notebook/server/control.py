@@ -104,8 +104,9 @@ async def sleep(body: SleepBody, engine: Served) -> JSONResponse:
 
 
 @router.post("/wakeup")
-async def wakeup(body: WakeBody, engine: Served) -> JSONResponse:
+async def wakeup(engine: Served, body: WakeBody | None = None) -> JSONResponse:
     """Wake stages, or some of their tags; one measured ACK a rank."""
+    body = body or WakeBody()
     acks = await engine.wake_up(body.stage_ids, body.tags, body.reload, body.timeout, raise_on_error=False)
     return acks_answer(acks)
 
@@ -120,9 +121,9 @@ async def pause(body: PauseBody, engine: Served) -> JSONResponse:
 
 
 @router.post("/resume")
-async def resume(body: ResumeBody, engine: Served) -> JSONResponse:
+async def resume(engine: Served, body: ResumeBody | None = None) -> JSONResponse:
     """Open what a pause closed."""
-    await engine.resume_generation(body.stage_ids)
+    await engine.resume_generation(None if body is None else body.stage_ids)
     return _done()
 
 

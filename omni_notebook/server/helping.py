@@ -40,6 +40,10 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"\bcall (?=POST |DELETE )", "send "),
     (r"\bCall (?=POST |DELETE )", "Send "),
     (r" \(admission_timeout\)", " (?wait=SECONDS)"),
+    (
+        r"the engine was started with enable_sleep_mode=False; start it with True",
+        "the server was started without --enable-sleep-mode; start it with that",
+    ),
     (r"%omni abort them", f"end them with POST {PREFIX}/abort"),
     (r"%omni status", f"GET {PREFIX}/status"),
     (r"%omni restart (\d+)", rf'POST {PREFIX}/restart {{"stage_id": \1}}'),

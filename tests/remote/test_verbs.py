@@ -292,7 +292,7 @@ def test_a_dashboard_that_is_disconnected_says_so_and_draws_no_memory_as_given_b
     sampler.join()
     while sampler.running and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert f"disconnected · the engine there runs on; %omni connect {engine.url}" in frames[-1].head
+    assert f"disconnected · the engine there was left as it is; %omni connect {engine.url}" in frames[-1].head
     values = sampler._timeline.window().values
     assert (values[:, 0] > 0).any()
     assert math.isnan(values[:, -1].max())  # not seen any more, which is not 0

@@ -184,4 +184,6 @@ def test_without_the_flag_sleep_is_refused_by_name() -> None:
     answer = httpx.post(f"{url}/v1/omni/sleep", json={}, timeout=20)
     ended(process, signal.SIGTERM)
     assert answer.status_code == 501
-    assert "sleep is off" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"] == (
+        "sleep is off: the server was started without --enable-sleep-mode; start it with that. Nothing changed"
+    )

@@ -185,7 +185,8 @@ class Connection:
 
     def _closed(self) -> EngineClosedError:
         return EngineClosedError(
-            f"this connection was closed; the engine at {self.url} runs on: RemoteOmni({self.url!r}) (%omni connect "
+            f"this connection was closed; the engine at {self.url} was left as it is: "
+            f"RemoteOmni({self.url!r}) (%omni connect "
             f"{self.url}) connects again"
         )
 
@@ -219,6 +220,6 @@ def _ended(last: EngineStatus | None, url: str) -> EngineStatus:
         paused=False,
         uptime_s=0.0 if last is None else last.uptime_s,
         stages=(),
-        notes=(f"disconnected from {url}; the engine there runs on",),
+        notes=(f"disconnected from {url}; the engine there was left as it is",),
         left_at=url,
     )

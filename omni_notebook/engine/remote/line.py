@@ -34,7 +34,7 @@ it may go on there, and was not sent again. engine.status() (%omni status) shows
 answers"""
 _ENDS = "it ends there with its client, and was not sent again"
 VERSION = "/v1/omni/version"
-UNCHANGED = "nothing was changed there"
+UNCHANGED = "nothing was changed there. Once it answers again this connection goes on; %omni stop leaves it"
 
 
 class Answer(NamedTuple):
@@ -214,7 +214,7 @@ class Line:
 
     def _http(self) -> httpx.AsyncClient:
         if self._closed:
-            msg = f"the connection to {self._address.url} was closed; the engine there runs on"
+            msg = f"the connection to {self._address.url} was closed; the engine there was left as it is"
             raise EngineClosedError(msg)
         if self._client is None:
             self._client = httpx.AsyncClient(

@@ -129,7 +129,10 @@ class UpstreamOmni(LoRACalls):
             checked = arguments.check_level(level)
             quiet = None if mode is None else arguments.check_mode(mode)
             if not self.enable_sleep_mode:
-                msg = "sleep is off: the engine was started with enable_sleep_mode=False; start it with True"
+                msg = (
+                    "sleep is off: the engine was started with enable_sleep_mode=False; start it with True. "
+                    "Nothing changed"
+                )
                 raise UnsupportedError(msg)
             self._core.sleeping.refuse_level_2(checked)
             token, task_id, deadline = CancelToken(), new_task_id(), self._core.deadline(timeout)

@@ -60,7 +60,7 @@ def dash(content: str, *, drawn_ms: int | None = None) -> str:
 def head(status: EngineStatus, trouble: str = "") -> str:
     """The engine's line."""
     if status.left_at is not None:
-        words = f"■ disconnected · the engine there runs on; %omni connect {status.left_at} connects again"
+        words = f"■ disconnected · the engine there was left as it is; %omni connect {status.left_at} connects again"
     elif status.closed:
         words = f"■ shut down · {CLOSED}"
     else:

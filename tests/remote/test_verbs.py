@@ -247,6 +247,7 @@ def test_a_borrow_on_this_machine_says_what_it_says_here(session: Session, engin
     assert engine.status().stages[0].state == "AWAKE"
 
 
+@pytest.mark.alone
 def test_a_borrow_on_another_machine_claims_no_memory_for_this_one(
     session: Session, engine: Contract, monkeypatch: pytest.MonkeyPatch
 ) -> None:

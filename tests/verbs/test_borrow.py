@@ -328,6 +328,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
+@pytest.mark.alone
 def test_what_a_failed_code_held_is_free_before_the_wake(engine, monkeypatch):
     seen = []
     real = engine.wake_up
@@ -356,6 +357,7 @@ def test_what_a_failed_code_held_is_free_before_the_wake(engine, monkeypatch):
     assert at_the_wake - before < 64 * MIB
 
 
+@pytest.mark.alone
 def test_the_peak_is_that_of_the_code_alone(engine):
     with omni.borrowed([0], engine=engine) as lease:
         taken = torch.ones(32 * MIB)
@@ -364,6 +366,7 @@ def test_the_peak_is_that_of_the_code_alone(engine):
     assert lease.peak.how == "VmHWM"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_peak_inside_another_counts_for_both(sampled):
     outer = PeakWatch(sampled=sampled)

@@ -27,6 +27,7 @@ class EngineLoop:
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
         self._closed = False
+        self._ending = threading.RLock()  # what is given to the loop is given before its end, or refused
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -55,12 +56,13 @@ class EngineLoop:
         Raises:
             EngineClosedError: the loop has ended.
         """
-        try:
-            self.check_open()
-        except EngineClosedError:
-            coroutine.close()
-            raise
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        with self._ending:
+            try:
+                self.check_open()
+            except EngineClosedError:
+                coroutine.close()
+                raise
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, act: Callable[[], object]) -> None:
         """Call on this loop, on its next turn; nobody hears what it gives or raises.
@@ -68,8 +70,9 @@ class EngineLoop:
         Raises:
             EngineClosedError: the loop has ended.
         """
-        self.check_open()
-        self.loop.call_soon_threadsafe(act)
+        with self._ending:
+            self.check_open()
+            self.loop.call_soon_threadsafe(act)
 
     def check_open(self) -> None:
         """Raise EngineClosedError if the loop has ended, or belongs to the process that this one is a fork of."""
@@ -80,10 +83,11 @@ class EngineLoop:
 
     def stop(self, timeout_s: float) -> None:
         """End the loop and its thread; idempotent, not from the loop's own thread."""
-        if self._closed:
-            return
-        self._closed = True
-        self.loop.call_soon_threadsafe(self._stop.set)
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout_s)
 
 

@@ -1,10 +1,8 @@
 """Engines for tests of what watches them: any number of ranks, events on demand, no memory and no processes."""
 
-import asyncio
-import threading
-
 from omni_notebook.engine.events import EventHub
-from omni_notebook.errors import EngineClosedError, StageBusyError
+from omni_notebook.engine.loop import EngineLoop
+from omni_notebook.errors import StageBusyError
 from omni_notebook.notebook.dashboard.drawing import Drawer, View
 from omni_notebook.notebook.dashboard.log import Log
 from omni_notebook.notebook.dashboard.sampler import add_status
@@ -85,9 +83,7 @@ class FakeEngine:
         self.hub = EventHub()
         self.calls = []
         self.error = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-engine", daemon=True)
-        self._thread.start()
+        self._loop = EngineLoop("fake-engine")
 
     def status(self):
         if isinstance(self.current, Exception):
@@ -98,11 +94,7 @@ class FakeEngine:
         return self.hub.subscribe()
 
     def submit(self, coroutine):
-        if self._loop.is_closed():
-            coroutine.close()
-            msg = "the engine was shut down; start a new one"
-            raise EngineClosedError(msg)
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return self._loop.submit(coroutine)
 
     async def _answer(self, *call):
         self.calls.append(call)
@@ -126,11 +118,8 @@ class FakeEngine:
         return self._answer("resume", stages)
 
     def close(self):
-        if not self._loop.is_closed():
-            self.hub.close()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5)
-            self._loop.close()
+        self.hub.close()
+        self._loop.stop(5)
 
 
 def busy_error():

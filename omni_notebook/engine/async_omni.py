@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_notebook.config import PipelineConfig, load_pipeline
-from omni_notebook.engine import arguments, views
+from omni_notebook.engine import arguments
 from omni_notebook.engine.closing import Closer
 from omni_notebook.engine.core import Core
 from omni_notebook.engine.entry import Ask, Entry
-from omni_notebook.engine.loop import EngineLoop, awaited
+from omni_notebook.engine.loop import EngineLoop
 from omni_notebook.engine.lora_calls import LoRACalls
+from omni_notebook.engine.scoped import Looped
 from omni_notebook.errors import UnsupportedError
 from omni_notebook.protocol import MemoryState, SleepTask, WakeTask, new_task_id
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-    from concurrent.futures import Future
-    from types import TracebackType
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from omni_notebook.engine.events import Subscription
     from omni_notebook.protocol import EngineStatus, LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncOmni(LoRACalls):
+class AsyncOmni(Looped, LoRACalls):
     """All stages of one pipeline, in this process.
 
     Every coroutine may be awaited from any event loop and thread; `status`, `subscribe` and `shutdown` are plain
@@ -380,22 +379,6 @@ class AsyncOmni(LoRACalls):
         """An async iterator of events from now on: ACKs, state changes, memory samples, request progress."""
         return self._core.hub.subscribe()
 
-    def dashboard(self) -> Any:
-        """A live view of this engine, shown by the cell that ends with it; `omni_notebook.dashboard(engine)`.
-
-        Raises:
-            UnsupportedError: the notebook extension is not loaded.
-        """
-        return views.open_view("dashboard", self)
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run one of this engine's coroutines from a plain thread; cancelling the future cancels the call.
-
-        Raises:
-            EngineClosedError: the engine was shut down.
-        """
-        return self._loop.submit(coroutine)
-
     def shutdown(self) -> None:
         """End every request and stage and give all memory back; returns once that is done, whoever began it."""
         self._closer.close()
@@ -403,27 +386,6 @@ class AsyncOmni(LoRACalls):
     @property
     def _adapters(self) -> Core:
         return self._core
-
-    async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if self._loop.here:
-            return await make()
-        return await awaited(self._loop.submit(make()))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
 
 
 def _silent(what: str, fraction: float) -> None:

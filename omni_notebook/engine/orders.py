@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omni_notebook.engine import residual, tracing
 from omni_notebook.engine.answers import failure
 from omni_notebook.engine.pausing import check_pausable
+from omni_notebook.engine.supervising import Supervisor
 from omni_notebook.errors import DeadlineError, PauseError, SleepError, StageBusyError, WakeError
 from omni_notebook.protocol import AckEvent, MemoryEvent, PauseMode, PauseState, SleepTask, WakeTask
 from omni_notebook.stages import transitions, weights
@@ -18,7 +19,7 @@ from omni_notebook.stages.transitions import Context
 from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from contextlib import AbstractContextManager
 
     from omni_notebook.engine.events import EventHub
@@ -27,20 +28,14 @@ if TYPE_CHECKING:
     from omni_notebook.stages.tensor_source import TensorSource
 
 T = TypeVar("T")
-CANCEL_GRACE_S = 0.8
-"""A cancelled call returns within a second; the engine completes what it must."""
 
 
-class Orders:
-    """Carries orders out; every method belongs to the engine's loop.
-
-    `written` returns once what the hub was told is on disk; a caller sees no order end before.
-    """
+class Orders(Supervisor):
+    """Carries orders out; every method belongs to the engine's loop."""
 
     def __init__(self, hub: EventHub, written: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(written)
         self._hub = hub
-        self._written = written
-        self._background: set[asyncio.Task[Any]] = set()
 
     # ----------------------------------------------------------------------------------- sleep
 
@@ -236,34 +231,6 @@ class Orders:
                         rank.host_backup_bytes,
                     )
                 )
-
-    async def supervise(self, work: Coroutine[Any, Any, T], token: CancelToken) -> T:
-        """Await `work`; if the caller goes away, cancel the order, not the work: it rolls back or finishes."""
-        task = asyncio.get_running_loop().create_task(self._on_record(work))
-        self._background.add(task)
-        task.add_done_callback(self._forget)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            token.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
-            raise
-
-    async def _on_record(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await work
-        finally:
-            await self._written()
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen: a caller that went away does not read it
-
-    async def settle(self, timeout_s: float) -> None:
-        """Wait for orders whose callers went away."""
-        if self._background:
-            await asyncio.wait(set(self._background), timeout=timeout_s)
 
 
 def _span(name: str, stages: Sequence[Stage], **attributes: Any) -> AbstractContextManager[tracing.Span]:

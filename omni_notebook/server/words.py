@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from omni_notebook.errors import ArgumentError
 from omni_notebook.verbs.lifecycle import add_stage_options
 from omni_notebook.verbs.parsing import CommandParser
-from omni_notebook.verbs.serving import KEY_VARIABLE, PORT
+from omni_notebook.verbs.serving import KEY_VARIABLE, add_address
 
 _END = f"""\
 The model is demo, a pipeline file or a model folder. Listens on 127.0.0.1; another --host needs a key, which
@@ -29,20 +28,7 @@ def serve_parser(prog: str, about: str) -> CommandParser:
     add("--model", dest="named_model", metavar="MODEL", help="the same")
     add("--omni", action="store_true", help="accepted, because vLLM-Omni's command has it: every pipeline is served")
     add("--enable-sleep-mode", action="store_true", help="let stages sleep; without it sleep is refused")
-    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    add("--port", type=int, default=PORT, metavar="N", help=f"port to listen on ({PORT})")
-    add("--api-key", default=os.environ.get(KEY_VARIABLE), metavar="KEY", help="what clients must send")
-    add(
-        "--served-model-name",
-        dest="served_model_names",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="what requests call the model, one name or several",
-    )
-    more = "one more Host header to answer"
-    add("--allowed-host", dest="allowed_hosts", action="append", default=[], metavar="NAME", help=more)
+    add_address(parser)
     add_stage_options(parser)
     return parser
 

@@ -24,6 +24,31 @@ KEY_VARIABLE = "OMNI_NOTEBOOK_API_KEY"
 _SERVER = "omni_notebook.server.beside"
 
 
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Where a server listens, for whom, and by which names."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, default=PORT, metavar="N", help=f"port to listen on ({PORT}); 0 takes a free one")
+    add("--api-key", default=os.environ.get(KEY_VARIABLE), metavar="KEY", help="what clients must send")
+    add(
+        "--served-model-name",
+        dest="served_model_names",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="what requests call the model, one name or several",
+    )
+    add(
+        "--allowed-host",
+        dest="allowed_hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one more Host header to answer; may be repeated",
+    )
+
+
 class Listener(Protocol):
     """A server that serves an engine."""
 
@@ -79,26 +104,7 @@ class Serve:
         """Where, for whom, under which names."""
         add = parser.add_argument
         add("--stop", action="store_true", help="end it: requests in progress may finish, the engine stays as it is")
-        add("--port", type=int, default=PORT, metavar="N", help=f"port to listen on ({PORT}); 0 takes a free one")
-        add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (127.0.0.1)")
-        add("--api-key", default=os.environ.get(KEY_VARIABLE), metavar="KEY", help="what clients must send")
-        add(
-            "--served-model-name",
-            dest="served_model_names",
-            nargs="+",
-            action="extend",
-            default=[],
-            metavar="NAME",
-            help="what requests call the model, one name or several",
-        )
-        add(
-            "--allowed-host",
-            dest="allowed_hosts",
-            action="append",
-            default=[],
-            metavar="NAME",
-            help="one more Host header to answer; may be repeated",
-        )
+        add_address(parser)
 
     def run(self, session: Session, args: argparse.Namespace) -> None:
         """Begin or end, and say in one line what is true now."""

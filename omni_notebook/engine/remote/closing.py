@@ -5,9 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import threading
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.engine.closing import Once
 from omni_notebook.errors import EngineClosedError
 
 if TYPE_CHECKING:
@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 CLOSING_S = 3.0
 
 
-class Closer:
+class Closer(Once):
     """Closes subscriptions, connections and loops; `ends` are the loops with what is to be awaited on each first."""
 
     def __init__(self, hub: EventHub, ends: Ends) -> None:
+        super().__init__("omni-disconnect")
         self._hub = hub
         self._ends = ends
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
 
     @property
     def closed(self) -> bool:
@@ -41,26 +39,6 @@ class Closer:
         thread = self._begin()
         if thread is not None and not any(loop.here for loop, _ in self._ends):
             thread.join(4 * CLOSING_S)
-
-    def collected(self) -> None:
-        """The connection was dropped, or the interpreter exits: the main thread waits, others must not be held up."""
-        if threading.current_thread() is threading.main_thread():
-            self.close()
-        else:
-            self._begin()
-
-    def _begin(self) -> threading.Thread | None:
-        if os.getpid() != self._pid:
-            return None
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._end, name="omni-disconnect", daemon=True)
-                try:
-                    self._thread.start()
-                except RuntimeError:  # too late in the interpreter's exit for a new thread
-                    self._end()
-                    return None
-            return self._thread
 
     def _end(self) -> None:
         self._hub.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_notebook.engine import views
 from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.loop import EngineLoop, awaited
 from omni_notebook.engine.remote.address import SHORT_S, Address
@@ -16,6 +15,7 @@ from omni_notebook.engine.remote.decoding import error_of
 from omni_notebook.engine.remote.following import Follower
 from omni_notebook.engine.remote.line import UNCHANGED, Line
 from omni_notebook.engine.remote.servers import OMNI, is_here, meet
+from omni_notebook.engine.scoped import Scoped
 from omni_notebook.errors import EngineClosedError, ServerLostError, UnsupportedError
 from omni_notebook.paths import expanded
 from omni_notebook.protocol import EngineStatus
@@ -23,7 +23,6 @@ from omni_notebook.protocol import EngineStatus
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
-    from types import TracebackType
 
     from omni_notebook.engine.events import Subscription
     from omni_notebook.engine.remote.line import Answer
@@ -33,7 +32,7 @@ T = TypeVar("T")
 _OK = 200
 
 
-class Connection:
+class Connection(Scoped):
     """What every call of `RemoteOmni` goes through; see there."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = SHORT_S) -> None:
@@ -106,14 +105,6 @@ class Connection:
     def in_this_process(self) -> bool:
         """Whether the server is a thread of this very process."""
         return self.host is None and self._server.pid == os.getpid()
-
-    def dashboard(self) -> Any:
-        """A live view of this engine, shown by the cell that ends with it; `omni_notebook.dashboard(engine)`.
-
-        Raises:
-            UnsupportedError: the notebook extension is not loaded.
-        """
-        return views.open_view("dashboard", self)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run one of this engine's coroutines from a plain thread; cancelling the future cancels the call.
@@ -194,22 +185,6 @@ class Connection:
         """Where it is connected to."""
         where = f" on {self.host}" if self.host else ""
         return f"<RemoteOmni {self.url}{where}{', closed' if self._closer.closed else ''}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
 
 
 def _ended(last: EngineStatus | None, url: str) -> EngineStatus:

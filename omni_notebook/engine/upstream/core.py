@@ -13,6 +13,7 @@ from omni_notebook.engine.gates import Gates
 from omni_notebook.engine.ledger import Ledger
 from omni_notebook.engine.ledger_file import ledger_path
 from omni_notebook.engine.loras import check_lora_id, lora_request_from
+from omni_notebook.engine.supervising import Supervisor
 from omni_notebook.engine.upstream import seats as seats_of
 from omni_notebook.engine.upstream.bounded import Calls, DaemonPool
 from omni_notebook.engine.upstream.loras import Loras
@@ -26,7 +27,7 @@ from omni_notebook.protocol import EngineStatus, MemoryState, PauseState, StateE
 from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager
 
     from omni_notebook.engine.upstream.outside import Outside, Seen
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 ORDER_S = 600.0
 """Seconds for an order that names none: an upstream sleep copies weights and waits for its running batch."""
 HEALTH_S = 10.0
-CANCEL_GRACE_S = 0.8
 SETTLE_S = 2.0
 UPSTREAM_SHUTDOWN_S = 25.0
 """What an upstream shutdown may take before its processes are ended from here."""
@@ -44,7 +44,7 @@ SHUTDOWN_S = 40.0
 GLANCE_S = 0.2
 
 
-class UpCore:
+class UpCore(Supervisor):
     """One upstream engine's stages and what may be done with them."""
 
     def __init__(
@@ -59,10 +59,10 @@ class UpCore:
         self._default_timeout = default_timeout
         self._started_s = time.monotonic()
         self._glance: tuple[float, dict[int, Seen]] = (0.0, {})
-        self._background: set[asyncio.Task[Any]] = set()
         self._order_lock = asyncio.Lock()
         self.outside.glance([])  # opens the driver once, before threads look
         self.ledger = Ledger(ledger_path(), model)
+        super().__init__(self.ledger.written)
         self.hub = EventHub(self.ledger.take)
         self.stages = [
             UpStage(number, config, seats_of.find(upstream, number, outside), self._on_change)
@@ -93,8 +93,7 @@ class UpCore:
         self.gates.notify()
         family = {one.pid: one for one in (*self.family, *seats_of.family(self.upstream, len(self.stages)))}
         await self.requests.end_all(SETTLE_S)
-        if self._background:
-            await asyncio.wait(set(self._background), timeout=SETTLE_S)
+        await self.settle(SETTLE_S)
         pump = getattr(self.upstream, "final_output_task", None)
         if pump is not None:
             pump.cancel()
@@ -145,29 +144,6 @@ class UpCore:
             yield
         finally:
             self._order_lock.release()
-
-    async def supervise(self, work: Coroutine[Any, Any, Any], token: CancelToken) -> Any:
-        """Await an order; if the caller goes away, what is not begun is left, what is begun is finished."""
-        task = asyncio.get_running_loop().create_task(self._on_record(work))
-        self._background.add(task)
-        task.add_done_callback(self._forget)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            token.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
-            raise
-
-    async def _on_record(self, work: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await work
-        finally:
-            await self.ledger.written()
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen: a caller that went away does not read it
 
     # -------------------------------------------------------------------------------- adapters
 

@@ -6,13 +6,14 @@ import contextlib
 import uuid
 import weakref
 from math import inf
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from omni_notebook.engine import arguments, tracing, views
+from omni_notebook.engine import arguments, tracing
 from omni_notebook.engine.closing import Closer
 from omni_notebook.engine.entry import Ask
-from omni_notebook.engine.loop import EngineLoop, awaited
+from omni_notebook.engine.loop import EngineLoop
 from omni_notebook.engine.lora_calls import LoRACalls
+from omni_notebook.engine.scoped import Looped
 from omni_notebook.engine.upstream import package, seats
 from omni_notebook.engine.upstream.core import SHUTDOWN_S, START_ANEW, UpCore
 from omni_notebook.engine.upstream.outside import Outside
@@ -23,9 +24,7 @@ from omni_notebook.stages.waiting import CancelToken
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-    from concurrent.futures import Future
-    from types import TracebackType
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from omni_notebook.engine.events import Subscription
     from omni_notebook.protocol import EngineStatus, LoRARequest, OmniACK, OmniRequestOutput, OmniSamplingParams
@@ -34,7 +33,7 @@ T = TypeVar("T")
 END_GRACE_S = 2.0
 
 
-class UpstreamOmni(LoRACalls):
+class UpstreamOmni(Looped, LoRACalls):
     """A `vllm_omni` AsyncOmni behind this package's API; see docs/upstream.md for what is measured by whom.
 
     Every coroutine may be awaited from any event loop and thread; `status`, `subscribe` and `shutdown` are plain calls.
@@ -363,22 +362,6 @@ class UpstreamOmni(LoRACalls):
         """An async iterator of events from now on: ACKs, state changes, memory samples, request progress."""
         return self._core.hub.subscribe()
 
-    def dashboard(self) -> Any:
-        """A live view of this engine.
-
-        Raises:
-            UnsupportedError: the notebook extension is not loaded.
-        """
-        return views.open_view("dashboard", self)
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run one of this engine's coroutines from a plain thread; cancelling the future cancels the call.
-
-        Raises:
-            EngineClosedError: the engine was shut down.
-        """
-        return self._loop.submit(coroutine)
-
     def shutdown(self) -> None:
         """End every request, upstream and every process of it, also where upstream does not; idempotent."""
         self._closer.close()
@@ -386,27 +369,6 @@ class UpstreamOmni(LoRACalls):
     @property
     def _adapters(self) -> UpCore:
         return self._core
-
-    async def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if self._loop.here:
-            return await make()
-        return await awaited(self._loop.submit(make()))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
 
 
 _ANEW_WITH = "start the engine anew with the checkpoint. Nothing changed"

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ import torch
 from torch import nn
 
 from benchmarks import Figure
+from omni_notebook.memory.arena import Segment
+from omni_notebook.memory.device.copies import MAX_THREADS, parts_of, populate
 from omni_notebook.protocol import GIB, MIB
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ REST_S = 1.0
 FILES_GIB = 14
 """The disk of the machine that this was written for is small: level 2 reads no more than so much."""
 TIMEOUT_S = 400
+TOUCHED_GIB = 4
 PEERS = {"ours": None, "vllm": "vllm", "saver": "torch_memory_saver", "plain": None}
 NAMES = {"ours": "ours", "vllm": "vLLM's allocator", "saver": "torch-memory-saver", "plain": 'plain .to("cpu")'}
 
@@ -97,6 +101,20 @@ def held_bytes() -> int:
     return sum(one.usedGpuMemory for one in running if one.pid == os.getpid())
 
 
+def touch(clock: Clock, name: str, n_gib: int) -> Segment:
+    """Have 4 GiB of huge pages as a sleep has them, by as many threads, and note the time for `n_gib`; the memory.
+
+    A virtual machine's host gives a page only when it is touched for the first time since the machine began.
+    """
+    memory = Segment(TOUCHED_GIB * GIB, populate=False)
+    with ThreadPoolExecutor(MAX_THREADS) as threads:
+        started = time.perf_counter()
+        for part in [threads.submit(populate, *part) for part in parts_of(memory)]:
+            part.result()
+        clock.times[f"floor {name}"] = [(time.perf_counter() - started) * 1e3 * n_gib / TOUCHED_GIB]
+    return memory
+
+
 def floors(clock: Clock, n_gib: int) -> None:
     """Pinned copies both ways, of 2 GiB again and again, told for `n_gib`."""
     part = min(n_gib, 2)
@@ -130,6 +148,8 @@ def run_ours(clock: Clock, weights_gib: int, cache_gib: int, facts: dict[str, An
             return prepared, pool.commit_sleep()
 
         prepared, unmapped = clock.timed(name, step)
+        phases = prepared.checksum_ms, prepared.copy_ms + unmapped.copy_ms, unmapped.unmap_ms
+        facts.setdefault("phases", {}).setdefault(name, []).append(phases)
         expected = pool.tags()["weights"].span_bytes + cache_gib * GIB
         off = max(abs(unmapped.observed_bytes - expected), abs(unmapped.expected_bytes - expected))
         facts["off"] = max(facts.get("off", 0), off)
@@ -145,7 +165,9 @@ def run_ours(clock: Clock, weights_gib: int, cache_gib: int, facts: dict[str, An
         clock.timed(name, step)
         facts["exact"] = facts.get("exact", True) and pool.verify_checksum()
 
+    touched = touch(clock, "pages not touched before", weights_gib)
     sleep("sleep 1, host memory not ready")
+    touched.close()
     wake("wake 1, at once")
     for _ in range(CYCLES):
         weights.train()
@@ -160,17 +182,22 @@ def run_ours(clock: Clock, weights_gib: int, cache_gib: int, facts: dict[str, An
         clock.timed("map only", pool.map)
         pool.restore()
         pool.commit_wake()
+    _host_memory_made_ready(clock, pool, weights, facts)
+    sleep("sleep 1, first, host memory ready")
+    wake("wake 1, at once")
+    if weights_gib <= FILES_GIB:
+        _level_2_from_files(clock, pool, weights, facts)
+    pool.close()
+    touch(clock, "pages touched before", weights_gib).close()
+
+
+def _host_memory_made_ready(clock: Clock, pool: Any, weights: Weights, facts: dict[str, Any]) -> None:
     weights.fill()
     pool.record_checksum()
     facts["host"] = pool.host_backup_bytes()
     pool.drop_copies()
     pool.write_ahead()
     clock.timed("host memory made ready", lambda: pool.wait_write_ahead(120))
-    sleep("sleep 1, first, host memory ready")
-    wake("wake 1, at once")
-    if weights_gib <= FILES_GIB:
-        _level_2_from_files(clock, pool, weights, facts)
-    pool.close()
 
 
 def _level_2_from_files(clock: Clock, pool: Any, weights: Weights, facts: dict[str, Any]) -> None:
@@ -333,7 +360,8 @@ def figures(size: tuple[int, int], found: dict[str, dict[str, Any]]) -> Iterator
                 floor_is="the link alone",
                 bar=bar,
                 met=met,
-                note=f"best of {len(several)}, worst {max(several):.0f}; {value / floor:.2f} × the link",
+                note=f"best of {len(several)}, worst {max(several):.0f}; {value / floor:.2f} × the link"
+                + _profile(answer, step),
             )
         exact = {True: "contents exact; ", False: "CONTENTS DIFFER; ", None: ""}[facts.get("exact")]
         acks = f"measured within {facts['off'] / MIB:.0f} MiB of what was due; " if "off" in facts else ""
@@ -345,6 +373,18 @@ def figures(size: tuple[int, int], found: dict[str, dict[str, Any]]) -> Iterator
             met=facts["left"] <= 0.2 * GIB if peer == "ours" else None,
             note=f"{exact}{acks}host memory {facts.get('host', 0) / GIB:.1f} GiB",
         )
+
+
+def _profile(answer: dict[str, Any], step: str) -> str:
+    """Where the best of a sleep's times went, as the pool's reports tell it, and the machine's own part."""
+    phases = answer["facts"].get("phases", {}).get(step)
+    if not phases:
+        return ""
+    times = answer["times"]
+    sums, copies, unmap = phases[times[step].index(min(times[step]))]
+    pages = min(times["floor pages not touched before"]), min(times["floor pages touched before"])
+    first = f"; these pages alone {pages[0]:.0f}, touched before {pages[1]:.0f}" if "not ready" in step else ""
+    return f"; sums {sums:.0f}, copies {copies:.0f}, unmapped and measured {unmap:.0f} ms{first}"
 
 
 def _bar(step: str, ms: float, size: tuple[int, int], out: float, into: float) -> tuple[str, bool | None]:

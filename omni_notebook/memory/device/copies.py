@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from omni_notebook.memory.device.shadow import Shadow, Sums, TakenSums
 
 
-_MAX_THREADS = 8
+MAX_THREADS = 8
+"""That fetch pages at a time."""
 _PART = 64 * 1024**2
 _AHEAD = 16
 """Buffers whose pages are on their way at a time."""
@@ -129,13 +130,13 @@ class _Buffer(NamedTuple):
     pinned: bool
 
 
-def _parts(memory: Segment) -> Iterator[tuple[int, int]]:
+def parts_of(memory: Segment) -> Iterator[tuple[int, int]]:
     """Ranges (address, bytes) that one thread populates at a time."""
     for start in range(0, memory.span_bytes, _PART):
         yield memory.address + start, min(_PART, memory.span_bytes - start)
 
 
-def _populate(address: int, n_bytes: int) -> None:
+def populate(address: int, n_bytes: int) -> None:
     """Make pages physically there. Source: madvise(2), MADV_POPULATE_WRITE."""
     libc.advise(address, n_bytes, libc.MADV_POPULATE_WRITE)
 
@@ -211,14 +212,14 @@ class HostCopies:
         rest = sum(one.size_bytes for one in missing)
         coming: deque[tuple[DeviceSegment, Segment, list[Future[None]]]] = deque()
         near = self._driver.near_cpus()
-        n_threads = max(1, min(_MAX_THREADS, usable_cpus(), len(near) or _MAX_THREADS))
+        n_threads = max(1, min(MAX_THREADS, usable_cpus(), len(near) or MAX_THREADS))
         threads = ThreadPoolExecutor(n_threads, initializer=stay_near, initargs=(near,))
         try:
             waiting = iter(missing)
             while go_on(rest):
                 while len(coming) < _AHEAD and (one := next(waiting, None)) is not None:
                     memory = Segment(one.size_bytes, populate=False)
-                    coming.append((one, memory, [threads.submit(_populate, *part) for part in _parts(memory)]))
+                    coming.append((one, memory, [threads.submit(populate, *part) for part in parts_of(memory)]))
                 if not coming:
                     return
                 self._lock(*coming[0])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -21,6 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_CUDA = torch.cuda.is_available()
 REHEARSAL = not ON_CUDA and os.environ.get("OMNI_GPU_REHEARSAL") == "1"
 DEVICE = "cuda" if ON_CUDA else "cpu"
+HOG = """
+import torch
+free = torch.cuda.mem_get_info()[0]
+taken = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("full", flush=True)
+input()
+"""
 
 
 class Child:
@@ -80,6 +89,24 @@ def seen_from_outside(pid: int) -> int:
         return seen_by_nvml(pid)
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     return int(re.search(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024
+
+
+@contextlib.contextmanager
+def full_device():
+    """The first GPU made full by another process; after it there is room again."""
+    free = torch.cuda.mem_get_info(0)[0]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen([sys.executable, "-c", HOG], process_group=0, **pipes) as hog:
+        try:
+            assert hog.stdout.readline() == "full\n"
+            yield
+            hog.communicate("\n")
+        finally:
+            hog.kill()
+    deadline = time.monotonic() + 30
+    while torch.cuda.mem_get_info(0)[0] < free - 1024**3 and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def link_gb_per_s() -> dict[str, float]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -15,19 +12,11 @@ import torch
 from omni_notebook import AsyncOmni
 from omni_notebook.errors import WakeError
 from tests.engine.engine_helpers import golden, until
-from tests.gpu.watch import ROOT, Child, seen_by_nvml
+from tests.gpu.watch import ROOT, Child, full_device, seen_by_nvml
 
 SCENARIOS = "tests.gpu.own_child"
 MIB = 1024**2
 NEAR = 64 * MIB
-HOG = """
-import torch
-free = torch.cuda.mem_get_info()[0]
-taken = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")
-torch.cuda.synchronize()
-print("full", flush=True)
-input()
-"""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,16 +102,10 @@ def test_a_pipeline_on_the_gpu_gives_back_what_nvml_sees_leave_and_answers_the_s
 def test_a_stage_that_finds_no_room_stays_asleep_says_how_much_and_wakes_later(shared):
     before = asyncio.run(golden(shared))
     asyncio.run(shared.sleep([1], level=1))
-    hog = subprocess.Popen([sys.executable, "-c", HOG], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with hog:
-        assert hog.stdout.readline() == "full\n"
+    with full_device():
         with pytest.raises(WakeError, match=r"GiB of cuda:0's memory are needed .* are free"):
             asyncio.run(shared.wake_up([1]))
         assert shared.status().stages[1].state == "ASLEEP"
-        hog.communicate("\n")
-    deadline = time.monotonic() + 30
-    while torch.cuda.mem_get_info()[0] < 1024 * MIB and time.monotonic() < deadline:
-        time.sleep(0.05)
     asyncio.run(shared.wake_up([1]))
     assert asyncio.run(golden(shared)) == before
 

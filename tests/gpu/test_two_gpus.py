@@ -16,8 +16,7 @@ import torch
 from omni_notebook import AsyncOmni
 from omni_notebook.errors import WakeError
 from tests.engine.engine_helpers import golden, until
-from tests.gpu.test_own_gpu import HOG
-from tests.gpu.watch import seen_by_nvml
+from tests.gpu.watch import HOG, seen_by_nvml
 
 MIB = 1024**2
 NEAR = 64 * MIB

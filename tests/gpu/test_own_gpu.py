@@ -96,7 +96,8 @@ def test_a_pipeline_on_the_gpu_gives_back_what_nvml_sees_leave_and_answers_the_s
         woken = asyncio.run(shared.wake_up())
         assert [ack.metadata["state"] for ack in woken] == ["WARM"] * 2
         assert asyncio.run(golden(shared)) == before
-    assert max(left[2:]) - min(left[2:]) <= 4 * MIB
+    for level in (left[2::2], left[3::2]):  # level 1 keeps graphs, level 2 does not
+        assert max(level) - min(level) <= 4 * MIB
 
 
 def test_a_stage_that_finds_no_room_stays_asleep_says_how_much_and_wakes_later(shared):

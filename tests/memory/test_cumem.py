@@ -173,13 +173,13 @@ def test_a_device_without_int8_products_has_its_bytes_summed_by_the_host(monkeyp
     data = torch.randint(0, 256, (3 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     expected, product, refused = sums_of(data), torch._int_mm, []
 
-    def refuse_once(left, right):
+    def refuse_once(left, right, out):
         if len(refused) % 2 == 0:
             refused.append("no")
             msg = "not implemented for this device"
             raise NotImplementedError(msg)
         refused.append("yes")
-        return product(left, right)
+        return product(left, right, out=out)
 
     monkeypatch.setattr(torch, "_int_mm", refuse_once)
     assert (sums_of(data) == expected).all()
@@ -226,6 +226,22 @@ def test_tensors_outside_vllms_segments_are_named_with_their_bytes_and_left_alon
     sleep(rig.pool, 2)
     assert (rig.model.elsewhere == 2).all()
     wake(rig.pool)
+
+
+@pytest.mark.parametrize("n_bytes", [4, 4000])
+def test_many_small_buffers_are_kept_each_in_its_place_and_come_in_few_copies(rig, monkeypatch, n_bytes):
+    block = rig.machine.tensor("weights", (30 * 8192,), torch.uint8).fill_(99)
+    buffers = [block[8192 * number :][:n_bytes].fill_(number) for number in range(30)]
+    rig.pool.keep("weights", buffers)
+    driver, copied = rig.pool._core.driver, []
+    copy = driver.copy
+    monkeypatch.setattr(driver, "copy", lambda *args: (copied.append(args), copy(*args)))
+    sleep(rig.pool, 2)
+    segments = {kept.segment for kept in rig.pool._core.books["weights"].kept}
+    assert len(copied) <= len(segments)
+    wake(rig.pool)
+    assert all((buffer == number).all() for number, buffer in enumerate(buffers))
+    assert (block == 99).sum() == 0
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -92,10 +92,10 @@ def test_a_clean_repeat_copies_nothing_and_a_single_changed_byte_one_chunk(rig):
 def test_what_taking_sums_takes_of_the_device_is_not_missing_in_what_left(rig, monkeypatch):
     real = torch._int_mm
 
-    def int_mm(*args):
+    def int_mm(*args, out):
         rig.gpu.torch_bytes += MIB
         rig.machine.cuda.cached_bytes += MIB
-        return real(*args)
+        return real(*args, out=out)
 
     monkeypatch.setattr(torch, "_int_mm", int_mm)
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_nothing_is_given_up_before_its_copy_is_there(own, monkeypatch):
 
 def test_sums_that_find_no_room_do_not_read_what_is_unmapped(rig, monkeypatch):
     """Those of the first segments are under way when there is no room for the next one's."""
-    order, taken = [], shadow._sum
+    order, taken = [], shadow.ChunkSums.add
     table, cuda = rig.pool._core.table, rig.machine.cuda
     unmap, synchronize = table.unmap, cuda.synchronize
 
@@ -137,7 +137,7 @@ def test_sums_that_find_no_room_do_not_read_what_is_unmapped(rig, monkeypatch):
         return taken(*parts)
 
     rig.pool.prepare_sleep(1, late_copy=True)
-    monkeypatch.setattr(shadow, "_sum", take)
+    monkeypatch.setattr(shadow.ChunkSums, "add", take)
     monkeypatch.setattr(cuda, "synchronize", lambda index: (order.append("synchronize"), synchronize(index)))
     monkeypatch.setattr(table, "unmap", lambda segment: (order.append("unmap"), unmap(segment))[1])
     before = rig.copies()

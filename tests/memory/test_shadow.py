@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from omni_notebook.memory.base import DeviceError, TransitionCancelledError
 from omni_notebook.memory.device import shadow
-from omni_notebook.memory.device.shadow import chunk_sums
+from omni_notebook.memory.device.shadow import ChunkSums
 from tests.memory.fake_cuda import MIB, Rig
 from tests.memory.fake_ranges import OwnRig
 from tests.memory.fake_rocm import RocmMachine
@@ -31,8 +31,14 @@ def random_bytes(n_bytes, seed=1):
 
 
 def sums(data):
-    (found,) = chunk_sums([data])
-    return found.numpy()
+    return all_sums(data)
+
+
+def all_sums(*parts):
+    taken = ChunkSums(parts[0].device)
+    for part in parts:
+        taken.add(part)
+    return taken.result().numpy()
 
 
 # ------------------------------------------------------------------------------------------ what shows
@@ -100,8 +106,16 @@ def test_sums_are_those_of_the_formula_and_of_each_chunk_alone():
     assert (inner > 0).all()
     expected = (rows.astype(np.uint64) * outer.astype(np.uint64)).sum(1)
     assert (sums(data).view(np.uint64) == expected).all()
-    whole = [one.numpy() for one in chunk_sums([data[:CHUNK], data[CHUNK:]])]
-    assert (np.concatenate(whole) == sums(data)).all()
+    assert (all_sums(data[:CHUNK], data[CHUNK:]) == sums(data)).all()
+
+
+def test_more_chunks_than_are_reduced_at_a_time_have_the_sums_that_each_has_alone(monkeypatch):
+    data = random_bytes(9 * CHUNK)
+    expected = np.concatenate([sums(one) for one in data.split(CHUNK)])
+    monkeypatch.setattr(shadow, "_AT_ONCE", 2)
+    assert (
+        all_sums(data[:CHUNK], data[CHUNK : 6 * CHUNK], data[6 * CHUNK : 8 * CHUNK], data[8 * CHUNK :]) == expected
+    ).all()
 
 
 # ---------------------------------------------------------------------------------------- what is copied
@@ -198,12 +212,12 @@ def test_sums_that_can_not_be_taken_mean_copying_everything_and_no_error(rig, mo
         "at the second look": lambda number: number == 5,
     }[when]
 
-    def int_mm(*args):
+    def int_mm(*args, out):
         calls.append(1)
         if refuse(len(calls)):
             msg = "no int8 matrix units"
             raise RuntimeError(msg)
-        return real(*args)
+        return real(*args, out=out)
 
     monkeypatch.setattr(torch, "_int_mm", int_mm)
     found = []

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_notebook.memory.base import DeviceError
-from omni_notebook.memory.device.shadow import chunk_sums
+from omni_notebook.memory.device.shadow import ChunkSums
 from tests.memory.fake_cuda import MIB
 from tests.memory.fake_ranges import OwnMachine
 
@@ -110,8 +110,9 @@ class Stage:
         copies = self.pool._core.copies
         for segment, sums in copies._sums.items():
             held = torch.frombuffer(copies._buffers[segment].memory.view, dtype=torch.uint8)
-            (found,) = chunk_sums([held])
-            assert np.array_equal(found.numpy(), sums)
+            found = ChunkSums(held.device)
+            found.add(held)
+            assert np.array_equal(found.result().numpy(), sums)
         assert self.machine.libcuda.events == 0
 
     @contextlib.contextmanager

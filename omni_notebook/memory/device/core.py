@@ -91,10 +91,10 @@ class DeviceCore:
         for tag in self.books.values():
             tag.used_bytes = _covered_bytes(self.modules.spans(tag.name))
 
-    def kept_ranges(self, tag: DeviceTag) -> list[KeptRange]:
-        """What every level keeps of a tag: what was named, and tensors of modules that belong to another tag."""
-        strays = self.modules.elsewhere(tag.name)
-        return list(dict.fromkeys([*tag.kept, *(KeptRange(one.segment, one.offset, one.n_bytes) for one in strays)]))
+    def kept_ranges(self, tags: Iterable[DeviceTag]) -> dict[str, list[KeptRange]]:
+        """What every level keeps of tags: what was named, and tensors of modules that belong to another tag."""
+        strays = self.modules.strays()
+        return {tag.name: list(dict.fromkeys([*tag.kept, *map(_range, strays.get(tag.name, ()))])) for tag in tags}
 
     def begin(self, step: str) -> None:
         """What every transition begins with: an open pool, true books, a device at rest."""
@@ -190,6 +190,10 @@ class DeviceCore:
                 rows[span.name] = summer, summer.add(pieces(flat, span.layout))
             tables = {summer: summer.result() for summer in summers.values()}
         return {name: tables[summer][places].astype("<i8").tobytes() for name, (summer, places) in rows.items()}
+
+
+def _range(span: Span) -> KeptRange:
+    return KeptRange(span.segment, span.offset, span.n_bytes)
 
 
 def _covered_bytes(spans: Iterable[Span]) -> int:

@@ -20,7 +20,7 @@ import torch
 from omni_notebook.memory.arena import CHUNK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 N_SUMS = 8
 """For each chunk."""
 _ROW = 8192
-_AT_ONCE = 256 * CHUNK
-"""Scratch memory is a hundredth of it, however large a segment is."""
+_AT_ONCE = 256
+"""Chunks whose products wait for their reduction; scratch memory is 40 KiB a chunk."""
 _ROWS = CHUNK // _ROW
 
 
@@ -49,39 +49,56 @@ def _weights() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def chunk_sums(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums, (chunks, 8) int64 where the parts are, of parts: uint8 tensors of one device, whole chunks each."""
-    placed: tuple[torch.Tensor, torch.Tensor] | None = None
-    begun = []
-    with torch.inference_mode():
-        for part in parts:
-            if placed is None:
-                placed = tuple(one.to(part.device) for one in _weights())  # type: ignore[assignment]
-            begun.append(torch.cat([_sum(piece, *placed) for piece in part.split(_AT_ONCE)]))  # type: ignore[misc]
-    return begun
+class ChunkSums:
+    """Takes the sums of many parts of one device's bytes; a product a part, the rest for many parts together.
 
+    Raises:
+        RuntimeError, NotImplementedError: no int8 products there, or no room for them (under 10 MiB).
+    """
 
-def _sum(part: torch.Tensor, inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    rows: torch.Tensor = torch._int_mm(part.view(torch.int8).view(-1, _ROW), inner.t())  # noqa: SLF001 (the only one)
-    return (rows.view(-1, _ROWS, N_SUMS).to(torch.int64) * outer).sum(1)
+    def __init__(self, device: torch.device) -> None:
+        inner, outer = _weights()
+        self._inner, self._outer = inner.to(device).t(), outer.to(device)
+        self._rows = torch.empty((_AT_ONCE * _ROWS, N_SUMS), dtype=torch.int32, device=device)
+        self._n_rows = 0
+        self._taken: list[torch.Tensor] = []
+
+    def add(self, part: torch.Tensor) -> None:
+        """Begin those of a uint8 tensor, whole chunks; one of up to 256 is taken as a whole, or not at all."""
+        for rows in part.view(torch.int8).view(-1, _ROW).split(len(self._rows)):
+            if self._n_rows + len(rows) > len(self._rows):
+                self._reduce()
+            end = self._n_rows + len(rows)
+            torch._int_mm(rows, self._inner, out=self._rows[self._n_rows : end])  # noqa: SLF001 (the only one)
+            self._n_rows = end
+
+    def _reduce(self) -> None:
+        rows = self._rows[: self._n_rows].view(-1, _ROWS, N_SUMS)
+        self._taken.append((rows.to(torch.int64) * self._outer).sum(1))
+        self._n_rows = 0
+
+    def result(self) -> torch.Tensor:
+        """The sums of all so far, in their order: (chunks, 8) int64 on the device."""
+        self._reduce()
+        return torch.cat(self._taken)
 
 
 class TakenSums(NamedTuple):
     """Sums of segments, on the device."""
 
-    segments: list[DeviceSegment]
-    taken: list[torch.Tensor]
+    segments: Sequence[DeviceSegment]
+    table: torch.Tensor | None
 
     def result(self) -> dict[DeviceSegment, Sums]:
-        """By segment, on the host; empty where that fails. One copy brings them all."""
-        if not self.taken:
+        """By segment, on the host; empty where that fails."""
+        if self.table is None:
             return {}
         try:
-            table = torch.cat(self.taken).cpu().numpy()
+            table = self.table.cpu().numpy()
         except RuntimeError:
             return {}
-        ends = np.cumsum([len(sums) for sums in self.taken])[:-1]
-        return dict(zip(self.segments, np.split(table, ends), strict=True))
+        ends = np.cumsum([one.size_bytes // CHUNK for one in self.segments])
+        return dict(zip(self.segments, np.split(table, ends[:-1]), strict=True))
 
 
 class Shadow:
@@ -105,16 +122,27 @@ class Shadow:
         """
         several = [one for one in segments if one.mapped and self._driver.is_live(one.allocation)]
         if not self._works or not several:
-            return TakenSums([], [])
+            return _NONE
         try:
             parts = [self._driver.bytes_at(one.address, one.size_bytes) for one in several]
             if any(part is None for part in parts):
                 self._works = False
-                return TakenSums([], [])
-            taken = chunk_sums(parts)  # type: ignore[arg-type]
-            if taken[0].is_cuda:  # the segments may be unmapped once this returns
-                torch.cuda.current_stream(taken[0].device).synchronize()
+                return _NONE
+            table = _table(parts)  # type: ignore[arg-type]
+            if table.is_cuda:  # the segments may be unmapped once this returns
+                torch.cuda.current_stream(table.device).synchronize()
         except RuntimeError:  # a GPU without int8 matrix units, or no room for the products: copy without looking
             self._driver.enter()
-            return TakenSums([], [])
-        return TakenSums(several, taken)
+            return _NONE
+        return TakenSums(several, table)
+
+
+_NONE = TakenSums((), None)
+
+
+def _table(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():
+        sums = ChunkSums(parts[0].device)
+        for part in parts:
+            sums.add(part)
+        return sums.result()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from omni_notebook.memory.arena import no_memory
+from omni_notebook.memory.arena import CHUNK, no_memory
 from omni_notebook.memory.base import PrepareReport, SleepPlan
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
@@ -15,7 +15,7 @@ from omni_notebook.memory.device.tags import WHOLE
 from omni_notebook.memory.device.unmapping import Unmapping, host_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from omni_notebook.memory.base import UnmapReport
     from omni_notebook.memory.device.copies import CopyPlan
@@ -47,7 +47,7 @@ class DeviceSleeping:
         return SleepPlan(
             expected_bytes=sum(tag.mapped_bytes for tag in awake),
             backup_bytes=sum(tag.span_bytes for tag in backed),
-            kept_bytes=sum(self._kept_bytes(tag) for tag in awake if tag not in backed),
+            kept_bytes=self._kept_bytes([tag for tag in awake if tag not in backed]),
             tags={tag.name: tag.mapped_bytes for tag in awake},
         )
 
@@ -103,7 +103,7 @@ class DeviceSleeping:
         checksum_ms = (time.perf_counter() - started) * 1e3
         started = time.perf_counter()
         backed = [tag for tag in chosen if tag.backed_up_at(level)]
-        ranges = {tag.name: [] if tag in backed else core.kept_ranges(tag) for tag in chosen}
+        ranges = core.kept_ranges(tag for tag in chosen if tag not in backed)
         self._check_room(backed, chosen, ranges)
         try:
             plan = self._plan_copies(backed, cancelled)
@@ -116,7 +116,8 @@ class DeviceSleeping:
         copy_ms = (time.perf_counter() - started) * 1e3 - plan.checksum_ms
         self._late = plan if late_copy else None
         for tag in chosen:
-            tag.prepare(level, self._kind(tag, level, kept[tag.name]), kept[tag.name])
+            data = kept.get(tag.name, {})
+            tag.prepare(level, self._kind(tag, level, data), data)
         return self._report(chosen, backed, plan, modified, checksum_ms + plan.checksum_ms, copy_ms)
 
     def _modified(self, chosen: Sequence[DeviceTag], level: int) -> bool | None:
@@ -158,17 +159,19 @@ class DeviceSleeping:
             self._core.driver.finish()
         copies.accept(plan, sums)
 
-    def _kept_bytes(self, tag: DeviceTag) -> int:
-        return sum(kept.n_bytes for kept in self._core.kept_ranges(tag))
+    def _kept_bytes(self, tags: Sequence[DeviceTag]) -> int:
+        ranges = self._core.kept_ranges(tags) if tags else {}
+        return sum(kept.n_bytes for several in ranges.values() for kept in several)
 
     def _read(self, ranges: Sequence[KeptRange]) -> dict[KeptRange, bytearray]:
-        found = {kept: bytearray(kept.n_bytes) for kept in ranges}
+        """The bytes of ranges; small ones that lie together come in one copy, with what is between them."""
+        groups = [(group, bytearray(_hull(group))) for group in _together(ranges)]
         try:
-            for kept, data in found.items():
-                self._core.driver.copy(host_address(data), kept.address, kept.n_bytes)
+            for group, data in groups:
+                self._core.driver.copy(host_address(data), group[0].address, len(data))
         finally:
             self._core.driver.finish()
-        return found
+        return {kept: _part(data, kept, group[0].offset) for group, data in groups for kept in group}
 
     def _forget_created(self, tags: Sequence[DeviceTag]) -> None:
         for tag in tags:
@@ -242,10 +245,11 @@ class DeviceSleeping:
         self._core.driver.trim()  # what a level 2 gives up beside the pool
         self._core.ahead.stop()
         before = host_bytes(self._core)
+        kept_ranges = self._core.kept_ranges(chosen)
         for tag in chosen:
             tag.level = 2
             if tag.backup in WHOLE and not tag.kept_whole:
-                ranges = [kept for kept in self._core.kept_ranges(tag) if self._core.copies.has(kept.segment)]
+                ranges = [kept for kept in kept_ranges[tag.name] if self._core.copies.has(kept.segment)]
                 tag.kept_data = {kept: self._from_copy(kept) for kept in ranges}
                 tag.backup = "host" if tag.kept_data else None
                 self._forget(tag)
@@ -253,6 +257,29 @@ class DeviceSleeping:
 
     def _from_copy(self, kept: KeptRange) -> bytearray:
         return bytearray(self._core.copies.read(kept.segment, kept.offset, kept.n_bytes))
+
+
+def _together(ranges: Iterable[KeptRange]) -> Iterator[list[KeptRange]]:
+    """Ranges in groups that lie within 2 MiB of a segment; a larger range is a group by itself."""
+    group: list[KeptRange] = []
+    end = 0
+    for kept in sorted(ranges, key=lambda one: one.address):
+        end = max(end, kept.offset + kept.n_bytes)
+        if group and (kept.segment is not group[0].segment or end - group[0].offset > CHUNK):
+            yield group
+            group, end = [], kept.offset + kept.n_bytes
+        group.append(kept)
+    if group:
+        yield group
+
+
+def _hull(group: Sequence[KeptRange]) -> int:
+    """Bytes from the first of a group's to its last."""
+    return max(kept.offset + kept.n_bytes for kept in group) - group[0].offset
+
+
+def _part(data: bytearray, kept: KeptRange, first: int) -> bytearray:
+    return data[kept.offset - first : kept.offset - first + kept.n_bytes]
 
 
 def _check(cancelled: Callable[[], bool] | None) -> None:

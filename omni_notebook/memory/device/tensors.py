@@ -74,10 +74,14 @@ class ModuleTensors:
                     found[key] = span
         return sorted(found.values(), key=lambda span: span.name)
 
-    def elsewhere(self, tag: str) -> list[Span]:
-        """Registered tensors in `tag`'s segments that are expected in another tag, one whose contents matter."""
-        spans = (span_of(name, tensor, self._table) for expected, name, tensor in self._named() if expected != tag)
-        return [span for span in spans if span is not None and span.segment.tag == tag]
+    def strays(self) -> dict[str, list[Span]]:
+        """By tag: registered tensors in its segments that are expected in another tag, one whose contents matter."""
+        found: dict[str, list[Span]] = {}
+        for expected, name, tensor in self._named():
+            span = span_of(name, tensor, self._table)
+            if span is not None and span.segment.tag != expected:
+                found.setdefault(span.segment.tag, []).append(span)
+        return found
 
     def untagged(self) -> dict[str, int]:
         """Registered tensors that lie in none of the segments: name → bytes."""

@@ -244,9 +244,11 @@ class VllmHost:
 
     async def _clear_caches(self) -> None:
         """Nothing that vLLM computed with the memory as it is may be used again; requests begin again by themselves."""
-        await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        await self._llm.reset_mm_cache()
-        await self._llm.reset_encoder_cache()
+        await asyncio.gather(
+            self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+            self._llm.reset_mm_cache(),
+            self._llm.reset_encoder_cache(),
+        )
 
     # -------------------------------------------------------------------------------- requests
 

@@ -230,4 +230,6 @@ def cuda_pool(index: int) -> CudaPool:
     refuse_expandable_segments(os.environ)
     from omni_notebook.memory.device.nvml import nvml_probe  # noqa: PLC0415  (touches the device)
 
-    return CudaPool(RangeDriver(index), nvml_probe(index))
+    pool = CudaPool(RangeDriver(index), nvml_probe(index))
+    pool.watch_host()
+    return pool

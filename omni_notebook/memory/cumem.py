@@ -151,4 +151,6 @@ def pool_over(driver: Driver, probe: Probe) -> CumemPool:
             "enable_sleep_mode=True, and make the pool once its model is loaded"
         )
         raise UnsupportedError(msg)
-    return CumemPool(driver, probe)
+    pool = CumemPool(driver, probe)
+    pool.watch_host()
+    return pool

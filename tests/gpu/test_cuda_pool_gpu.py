@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from omni_notebook.memory.base import HostMemory
 from omni_notebook.models.loaders import load_into
 
 MIB = 1024**2
@@ -102,6 +105,25 @@ def test_level_2_is_read_back_from_files_and_is_as_recorded(pool, model, late, t
     load_into(model, tmp_path, reader=pool.reader())
     assert_same(model, before)
     assert pool.verify_checksum()
+
+
+def test_locked_memory_that_waits_goes_back_where_the_host_runs_short_and_comes_again(pool, model):
+    span, plenty = pool.tags()["weights"].span_bytes, [1 << 40]
+    pool._core.room = lambda: HostMemory(limit_bytes=1 << 40, available_bytes=plenty[0])
+    before = contents(model)
+    pool.write_ahead()
+    assert pool.wait_write_ahead(60)
+    assert pool.host_backup_bytes() == span
+    deadline = time.monotonic() + 20
+    for free, held in ((0, 0), (1 << 40, span)):
+        plenty[0] = free
+        while pool.host_backup_bytes() != held and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert pool.host_backup_bytes() == held
+    prepared, unmapped, _ = cycle(pool, 1, late=True)
+    assert prepared.copied_bytes == span
+    assert_left(unmapped)
+    assert_same(model, before)
 
 
 def test_discarded_memory_goes_back_at_once_and_its_addresses_with_the_last_tensor(pool):

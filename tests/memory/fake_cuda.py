@@ -393,6 +393,8 @@ class FakeLibcuda:
 class Machine:
     """All of it, with a pool over it."""
 
+    host_total = 1 << 40
+
     def __init__(self, capacity: int = 64 * MIB, data_class: type = OldData) -> None:
         self.gpu = FakeGpu(capacity)
         self.cumem = FakeCumem(self.gpu, data_class)
@@ -405,7 +407,7 @@ class Machine:
         return CumemPool(
             VllmDriver(0, self.cumem, cuda=self.cuda, driver=self.libcuda),
             NvmlProbe(0, self.nvml, cuda=self.cuda),
-            room=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=self.host_bytes),
+            room=lambda: HostMemory(limit_bytes=self.host_total, available_bytes=self.host_bytes),
             environ=environ or {},
             settle_s=0.02,
         )

@@ -41,6 +41,7 @@ class Platform:
     """Lines that the extension prints for one segment that is freed asleep."""
     graphs_told_apart = True
     device_source = "torch.cuda.mem_get_info"
+    host_total = 1 << 40
 
 
 class CudaMachine(Platform, Machine):

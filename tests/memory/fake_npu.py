@@ -208,7 +208,7 @@ class NpuMachine(Platform, Machine):
         return CumemPool(
             NpuDriver(0, self.camem, runtime=self.acl, npu=self.torch_device),
             NpuProbe(0, self.acl, run=self.smi, environ={}),
-            room=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=self.host_bytes),
+            room=lambda: HostMemory(limit_bytes=self.host_total, available_bytes=self.host_bytes),
             environ=environ or {},
             settle_s=0.02,
         )

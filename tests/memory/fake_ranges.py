@@ -145,8 +145,6 @@ class FakeRanges(FakeLibcuda):
 class OwnMachine(Platform):
     """A GPU without vLLM; `pool()` is the one that `tensor` allocates in."""
 
-    host_total = 1 << 40
-
     def __init__(self, capacity: int = 64 * MIB) -> None:
         self.gpu = FakeGpu(capacity)
         self.cumem = FakeCumem(self.gpu)  # its faults alone: there is no extension

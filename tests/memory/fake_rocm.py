@@ -321,7 +321,7 @@ class RocmMachine(Platform, Machine):
         return CumemPool(
             RocmDriver(0, self.module, cuda=self.torch_device),
             AmdsmiProbe(0, self.smi, cuda=self.torch_device),
-            room=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=self.host_bytes),
+            room=lambda: HostMemory(limit_bytes=self.host_total, available_bytes=self.host_bytes),
             environ=environ or {},
             settle_s=0.02,
         )

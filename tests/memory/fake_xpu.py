@@ -257,7 +257,7 @@ class XpuMachine(Platform, Machine):
         return CumemPool(
             XpuDriver(0, self.module, torch=self.torch),
             SysmanProbe(0, self.sysman, xpu=self.torch.xpu),
-            room=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=self.host_bytes),
+            room=lambda: HostMemory(limit_bytes=self.host_total, available_bytes=self.host_bytes),
             environ=environ or {},
             settle_s=0.02,
         )

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from omni_notebook.memory.base import WEIGHTS, DeviceError, Held, TagInfo, TransitionOrderError
 from omni_notebook.memory.books import TagState
+from omni_notebook.memory.device.ahead import RoomAhead, low_bytes
 from omni_notebook.memory.device.core import DeviceCore
 from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.settings import refuse_expandable_segments
 from omni_notebook.memory.device.sleeping import DeviceSleeping, host_bytes
 from omni_notebook.memory.device.waking import DeviceWaking
+from omni_notebook.memory.device.watching import WATCH_S, Watch
 from omni_notebook.memory.host import host_memory
 from omni_notebook.memory.lanes import never
 from omni_notebook.protocol import ResidualBytes, TagMemory
@@ -35,7 +37,7 @@ class DevicePool:
 
     While a tag sleeps, touching its tensors on the device is an illegal access that ends the process's context. The
     copies of level 1 stay in page-locked host memory after the wake, for the next sleep, and over sleeps of level 2
-    while the host has plenty: `host_backup_bytes`.
+    while the host has plenty: `host_backup_bytes`. See `watch_host`.
 
     Args:
         driver: acts on the device.
@@ -63,6 +65,8 @@ class DevicePool:
         self.platform, self.device, self.device_name = driver.platform, driver.device, driver.device_name
         self._core = DeviceCore(driver, probe, room, settle_s, expected_tags)
         self._sleeping, self._waking = DeviceSleeping(self._core), DeviceWaking(self._core)
+        self._ahead = RoomAhead(self._core)
+        self._watch: Watch | None = None
         self._lock = threading.RLock()
 
     # --------------------------------------------------------------------------------------- looking
@@ -159,18 +163,40 @@ class DevicePool:
         """
         with self._lock:
             self._core.check_open("write_ahead")
-            self._sleeping.make_room_ahead()
+            self._ahead.begin()
+            if self._watch is not None:
+                self._watch.start()
+
+    def watch_host(self, period_s: float = WATCH_S) -> None:
+        """See so often, from the first `write_ahead` on, whether the host runs short: what waits for a sleep goes back.
+
+        What a wake needs stays. Where there is plenty again, what went back is taken again.
+        """
+        with self._lock:
+            self._core.check_open("watch_host")
+            if self._watch is None:
+                self._ahead.low = low_bytes
+                self._watch = Watch(self._look_at_host, period_s)
+
+    def _look_at_host(self) -> None:
+        """What the watch does; not while an order has the pool."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._core.closed:
+                    self._ahead.look()
+            finally:
+                self._lock.release()
 
     def drop_copies(self) -> int:
         """Give back the host memory that waits for the next sleep of what is awake; the bytes."""
         with self._lock:
-            return self._sleeping.drop_copies()
+            return self._ahead.give_back()
 
     def wait_write_ahead(self, timeout_s: float) -> bool:
         """Whether the host memory for a level-1 sleep is there."""
         ended = self._core.ahead.wait(timeout_s)
         with self._lock:
-            return ended and self._sleeping.has_room()
+            return ended and self._ahead.is_whole()
 
     # ---------------------------------------------------------------------------------------- sleep
 
@@ -296,6 +322,8 @@ class DevicePool:
                 return
             self._core.closed = True
             self._core.ahead.stop()
+            if self._watch is not None:
+                self._watch.stop()
             with contextlib.suppress(DeviceError):
                 self._core.driver.enter()
             for segment in self._core.table.all():

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from omni_notebook.memory.base import UnmapReport
     from omni_notebook.memory.device.copies import CopyPlan
     from omni_notebook.memory.device.core import DeviceCore
-    from omni_notebook.memory.device.segments import DeviceSegment
     from omni_notebook.memory.device.tags import DeviceTag, KeptRange
 
-_PLENTY = 2
-"""Host memory is taken ahead of a sleep while so many times as much as is still missing is free."""
 _SPARE = 4
 """A sleep without copies leaves locked host memory for later ones where the host has this many times as much free."""
 
@@ -50,39 +47,6 @@ class DeviceSleeping:
             kept_bytes=self._kept_bytes([tag for tag in awake if tag not in backed]),
             tags={tag.name: tag.mapped_bytes for tag in awake},
         )
-
-    # ---------------------------------------------------------------------------------- ahead
-
-    def make_room_ahead(self) -> None:
-        """See `DevicePool.write_ahead`."""
-        core = self._core
-        core.ahead.stop()
-        missing = self._without_room()
-        if not missing:
-            return
-
-        def copy(stop: Callable[[], bool]) -> None:
-            core.driver.attach()
-            core.copies.make_room(missing, lambda rest: not stop() and core.room().available_bytes >= _PLENTY * rest)
-
-        core.ahead.start(copy)
-
-    def _without_room(self) -> list[DeviceSegment]:
-        """Awake segments that a level 1 would copy and that have no host memory for it yet."""
-        tags = [tag for tag in self._core.books.in_state(TagState.AWAKE) if tag.backed_up_at(1)]
-        return [one for tag in tags for one in tag.segments if not self._core.copies.has(one)]
-
-    def drop_copies(self) -> int:
-        """See `DevicePool.drop_copies`."""
-        self._core.ahead.stop()
-        before = host_bytes(self._core)
-        for tag in self._core.books.in_state(TagState.AWAKE):
-            self._forget(tag)
-        return before - host_bytes(self._core)
-
-    def has_room(self) -> bool:
-        """Whether a level 1 would find all host memory that it needs."""
-        return not self._without_room()
 
     # -------------------------------------------------------------------------------- prepare
 

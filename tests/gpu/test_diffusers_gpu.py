@@ -130,9 +130,10 @@ def test_nvml_sees_leave_what_the_rank_says_and_the_picture_is_the_same_after(sh
         asleep = seen_from_outside(pid)
         assert (ack.status, ack.rank, ack.metadata["pid"]) == ("SUCCESS", 0, pid)
         assert ack.metadata["observed_scope"] == ("process" if ON_CUDA else "mapping")
-        assert ack.freed_bytes == ack.metadata["expected_bytes"] == total
+        assert ack.metadata["expected_bytes"] == total
         assert abs(ack.metadata["observed_bytes"] - total) <= NEAR
-        assert sum(tag["freed"] for tag in ack.metadata["tags"].values()) == total
+        assert total - NEAR <= ack.freed_bytes <= total
+        assert sum(tag["freed"] for tag in ack.metadata["tags"].values()) == ack.freed_bytes
         if ON_CUDA:
             assert awake - asleep >= total - NEAR  # what torch had cached leaves too
             assert abs(asleep - ack.metadata["residual_bytes"]) <= NEAR

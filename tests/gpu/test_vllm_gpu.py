@@ -58,7 +58,16 @@ def before(model):
 
 
 @pytest.fixture(scope="module")
-def shared(model, before):
+def without_flashinfer():
+    """Where it is not installed vLLM may want its sampler all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("flashinfer") is None:
+            patch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared(model, before, without_flashinfer):
     arguments = {"enforce_eager": True, "enable_prefix_caching": False, "kv_cache_memory_bytes": KV_BYTES}
     with AsyncOmni(
         str(model), runtime="vllm", max_model_len=1024, gpu_memory_utilization=0.15, engine_args=arguments

@@ -27,6 +27,7 @@ from omni_notebook.server.bodies import (
     WeightsBody,
 )
 from omni_notebook.server.helping import PREFIX
+from omni_notebook.server.names import name_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -189,10 +190,10 @@ async def logs(engine: Served, stage_id: int, rank: int = 0, replica: int = 0) -
 
 
 @router.get("/version")
-async def version() -> JSONResponse:
-    """What serves here, and where."""
+async def version(engine: Served) -> JSONResponse:
+    """What serves here, and where; `engine` is another one after every start."""
     facts = {"name": "omni-notebook", "version": omni_notebook.__version__}
-    return JSONResponse({**facts, "host": socket.gethostname(), "pid": os.getpid()})
+    return JSONResponse({**facts, "host": socket.gethostname(), "pid": os.getpid(), "engine": name_of(engine)})
 
 
 @router.get("/events")

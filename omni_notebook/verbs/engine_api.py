@@ -134,5 +134,9 @@ class ServedEngine(Engine, Protocol):
     def in_this_process(self) -> bool:
         """Whether the server is a thread of this very process."""
 
+    @property
+    def news(self) -> tuple[str, ...]:
+        """Lines that a person should know of the engine there, as far as was heard; nobody is asked."""
+
     async def audit_there(self, body: dict[str, Any]) -> dict[str, Any]:
         """Audit it there; `body` and answer as `POST /v1/omni/audit` has them."""

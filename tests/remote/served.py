@@ -54,6 +54,7 @@ class Rude(ThreadingHTTPServer):
         on_order: called with the handler of each; it may answer, wait, or close the connection.
         on_status: the same for each status that is asked for; at first it answers.
         host: what it says that its machine is called.
+        name: of the engine that it serves, if it tells one.
         silent: while it is set, nothing is answered to a GET.
     """
 
@@ -65,6 +66,7 @@ class Rude(ThreadingHTTPServer):
         self.on_order: Callable[[BaseHTTPRequestHandler], None] = lambda _handler: None
         self.on_status: Callable[[BaseHTTPRequestHandler], None] = _tell_status
         self.host: str | None = socket.gethostname()
+        self.name: str | None = None
         self.silent, self.freed = threading.Event(), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -75,6 +77,11 @@ class Rude(ThreadingHTTPServer):
 class _RudeHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Rude
+
+    def end_headers(self) -> None:
+        if self.server.name is not None:
+            self.send_header("X-Omni-Engine", self.server.name)
+        super().end_headers()
 
     def do_GET(self) -> None:
         if self.server.silent.is_set():

@@ -103,10 +103,27 @@ def test_an_adapter_is_used_and_pinned_by_its_number(http: httpx.Client, engine:
     assert "there is no adapter 3; adapters are: none; call add_lora(request)" in absent.json()["error"]["message"]
 
 
+def test_an_order_for_another_engine_is_refused_and_changes_nothing(http: httpx.Client, engine: AsyncOmni) -> None:
+    name = http.get("/v1/omni/status").headers["X-Omni-Engine"]
+    meant = {"X-Omni-Engine": "7.0@elsewhere"}
+    refused = http.post("/v1/omni/sleep", json={"stage_ids": [0]}, headers=meant)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "OTHER_ENGINE")
+    assert refused.json()["error"]["message"] == (
+        f"this was meant for the engine 7.0@elsewhere; {name} answers here now. Nothing was changed"
+    )
+    assert engine.status().stages[0].state == "AWAKE"
+    assert http.get("/v1/omni/status", headers=meant).status_code == 200  # whoever looks may look
+    assert http.post("/v1/omni/resume", headers={"X-Omni-Engine": name}).status_code == 200
+
+
 def test_the_version_says_who_serves_and_where(http: httpx.Client) -> None:
-    assert http.get("/v1/omni/version").json() == {
+    answer = http.get("/v1/omni/version")
+    name = answer.headers["X-Omni-Engine"]
+    assert name.partition(".")[0] == str(os.getpid())
+    assert answer.json() == {
         "name": "omni-notebook",
         "version": omni_notebook.__version__,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "engine": name,
     }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.loop import EngineLoop, awaited
@@ -14,11 +17,12 @@ from omni_notebook.engine.remote.closing import Closer
 from omni_notebook.engine.remote.decoding import error_of
 from omni_notebook.engine.remote.following import Follower
 from omni_notebook.engine.remote.line import UNCHANGED, Line
+from omni_notebook.engine.remote.peers import Named, Peer
 from omni_notebook.engine.remote.servers import OMNI, is_here, meet
 from omni_notebook.engine.scoped import Scoped
 from omni_notebook.errors import EngineClosedError, ServerLostError, UnsupportedError
 from omni_notebook.paths import expanded
-from omni_notebook.protocol import EngineStatus
+from omni_notebook.protocol import EngineStatus, LinkEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -41,16 +45,17 @@ class Connection(Scoped):
         self._last: EngineStatus | None = None
         self._hub = EventHub()
         self._loop = EngineLoop("omni-remote")
-        self._line = Line(self._address)
+        self._peer = Peer(self.url, self._came)
+        self._line = Line(self._address, self._peer)
         self._follower = Follower(self._line, self._hub)
         self._looking = EngineLoop("omni-remote-status")  # a status must not wait for what runs on the other loop
-        self._look = Line(self._address)
+        self._look = Line(self._address, self._peer)
         ends = ((self._loop, (self._follower.end, self._line.close)), (self._looking, (self._look.close,)))
         self._closer = Closer(self._hub, ends)
         weakref.finalize(self, self._closer.collected)
         try:
             self._server: Server = self._looked(meet(self._look), tries=4)
-            self.host: str | None = None if is_here(self._server, self._line) else self._server.host or self.url
+            self.host: str | None = self._machine()
             self.status()
         except BaseException:
             self.shutdown()
@@ -64,8 +69,25 @@ class Connection(Scoped):
         """
         if self._closer.closed:
             return _ended(self._last, self.url)
-        self._last = status = self._looked(self._server.status(self._look))
+        status = self._looked(self._server.status(self._look))
+        self._last = status = msgspec.structs.replace(status, notes=(*status.notes, *self.news))
         return status
+
+    @property
+    def news(self) -> tuple[str, ...]:
+        """What a person should know of the engine there, as far as this side has heard; nobody is asked."""
+        return () if self._peer.note is None else (self._peer.note,)
+
+    def _came(self, name: str, told: str) -> None:
+        """Another engine answers: it is this connection's from now on."""
+        found = Named.read(name)
+        self._server.pid, self._server.host = found.pid, found.host or None
+        self.host = self._machine()
+        self._hub.push(LinkEvent(time.time(), connected=True, reason=told, other=True))
+
+    def _machine(self) -> str | None:
+        """The name of the server's machine, None if that is this one."""
+        return None if is_here(self._server, self._line) else self._server.host or self.url
 
     def logs(self, stage_id: int, rank: int = 0, replica: int = 0) -> list[str]:
         """The last lines that a rank's process wrote, newest last. Waits no longer than `status`.

@@ -13,12 +13,14 @@ import msgspec
 
 from omni_notebook.engine.remote import forking
 from omni_notebook.engine.remote.decoding import error_of, object_of
+from omni_notebook.engine.remote.peers import NAME_HEADER, OTHER_ENGINE
 from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, ServerLostError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from omni_notebook.engine.remote.address import Address
+    from omni_notebook.engine.remote.peers import Peer
 
 MARGIN_S = 30.0
 """So much later than an order's own deadline its answer may come: ranks that fail are given a while to go back."""
@@ -33,6 +35,8 @@ _GOES_ON = """\
 it may go on there, and was not sent again. engine.status() (%omni status) shows what came of it once it \
 answers"""
 _ENDS = "it ends there with its client, and was not sent again"
+_OTHER = "another engine answers there now"
+_UNKNOWN = "what came of it is not known, and it was not sent again"
 VERSION = "/v1/omni/version"
 UNCHANGED = "nothing was changed there. Once it answers again this connection goes on; %omni stop leaves it"
 
@@ -55,8 +59,9 @@ class Line:
     It connects directly: proxies that the environment names are not used.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, peer: Peer) -> None:
         self._address = address
+        self._peer = peer
         self._client: httpx.AsyncClient | None = None
         self._busy: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -116,14 +121,26 @@ class Line:
             ServerLostError: nobody listens, or the server went away; says whether the order may go on.
             DeadlineError: the server is there and has not answered by its own bound and `MARGIN_S`.
         """
-        content = None if body is None else as_json(body)
-        headers = None if content is None else {"Content-Type": "application/json"}
+        content, meant = None if body is None else as_json(body), self._peer.name
         try:
-            async with self.watched(what, timeout):
-                response = await self._http().request(method, path, content=content, headers=headers)
+            async with self.watched(what, timeout, meant):
+                response = await self._http().request(method, path, content=content, headers=_head(content, meant))
         except httpx.HTTPError as error:
             raise self.lost(what, error) from None
-        return Answer(response.status_code, response.content)
+        answer = Answer(response.status_code, response.content)
+        self._check_given(what, answer)
+        return answer
+
+    def _check_given(self, what: str, answer: Answer) -> None:
+        """Return if the order reached the engine that it was meant for.
+
+        Raises:
+            ServerLostError: another one answered, and did nothing.
+        """
+        refused = answer.body.get("error") if answer.status == httpx.codes.CONFLICT else None
+        if isinstance(refused, dict) and refused.get("code") == OTHER_ENGINE:
+            msg = f"{self._peer.note or _OTHER}. The {what} was not given to this one: call again if it is meant"
+            raise ServerLostError(msg)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -131,12 +148,14 @@ class Line:
     ) -> AsyncIterator[httpx.Response]:
         """An answer that comes in pieces: a GET, or with a body a POST. Raises what `order` raises, also within."""
         method, content = ("GET", None) if body is None else ("POST", as_json(body))
-        headers = None if content is None else {"Content-Type": "application/json"}
+        meant = None if body is None else self._peer.name
         try:
             async with (
-                self.watched(what, timeout, streamed=True),
-                self._http().stream(method, path, content=content, headers=headers) as response,
+                self.watched(what, timeout, meant, streamed=True),
+                self._http().stream(method, path, content=content, headers=_head(content, meant)) as response,
             ):
+                if response.status_code == httpx.codes.CONFLICT:
+                    self._check_given(what, Answer(response.status_code, await response.aread()))
                 yield response
         except httpx.HTTPError as error:
             raise self.lost(what, error, streamed=True) from None
@@ -147,23 +166,31 @@ class Line:
         if isinstance(error, _NOT_SENT):
             return ServerLostError(f"nobody answers at {url} ({_why(error)}): the {what} was not sent")
         goes = _ENDS if streamed else _GOES_ON
+        if str(error) == _OTHER:
+            goes = _UNKNOWN
         return ServerLostError(f"the connection to {url} was lost during the {what} ({_why(error)}): {goes}")
 
     # --------------------------------------------------------------------------------- watching
 
     @contextlib.asynccontextmanager
-    async def watched(self, what: str, timeout: float | None, *, streamed: bool = False) -> AsyncIterator[None]:
-        """A wait that ends when the server is gone, or `MARGIN_S` after the order's own bound."""
-        task, dead = asyncio.current_task(), asyncio.Event()
+    async def watched(
+        self, what: str, timeout: float | None, meant: str | None = None, *, streamed: bool = False
+    ) -> AsyncIterator[None]:
+        """A wait that ends when the server is gone, or `MARGIN_S` after the order's own bound.
+
+        `meant`: the engine that it waits for; where another one answers, that one does not have the order.
+        """
+        task, why = asyncio.current_task(), ""
         bound = asyncio.timeout(None if timeout is None else timeout + MARGIN_S)
         assert task is not None  # noqa: S101  (coroutines run in tasks)
 
         async def watch() -> None:
+            nonlocal why
             misses = 0
-            while misses < MISSES:
+            while misses < MISSES and not (meant and self._peer.name != meant):
                 await asyncio.sleep(PROBE_S)
                 misses = 0 if await self._is_there() else misses + 1
-            dead.set()
+            why = _OTHER if misses < MISSES else f"no answer to {MISSES} probes"
             task.cancel()
 
         watching = asyncio.create_task(watch(), name="omni-remote-watch")
@@ -172,8 +199,8 @@ class Line:
                 async with bound:
                     yield
         except asyncio.CancelledError:
-            if dead.is_set() and task.uncancel() <= 0:
-                raise self.lost(what, TimeoutError(f"no answer to {MISSES} probes"), streamed=streamed) from None
+            if why and task.uncancel() <= 0:
+                raise self.lost(what, TimeoutError(why), streamed=streamed) from None
             raise
         except TimeoutError:
             if timeout is None or not bound.expired():
@@ -222,9 +249,12 @@ class Line:
                 headers=self._address.headers,
                 timeout=httpx.Timeout(None, connect=self._address.short_s),
                 transport=_transport(),
-                event_hooks={"request": [_traced]},
+                event_hooks={"request": [_traced], "response": [self._heard]},
             )
         return self._client
+
+    async def _heard(self, response: httpx.Response) -> None:
+        self._peer.heard(response.headers)
 
     async def close(self) -> None:
         """Call off what waits, and close every connection."""
@@ -240,6 +270,12 @@ class Line:
 
 async def _traced(request: httpx.Request) -> None:
     request.extensions["trace"] = forking.note
+
+
+def _head(content: bytes | None, meant: str | None) -> dict[str, str]:
+    """What an order says of its body, and of the engine that it is for."""
+    kind = {} if content is None else {"Content-Type": "application/json"}
+    return kind if meant is None else {**kind, NAME_HEADER: meant}
 
 
 def _transport() -> httpx.AsyncHTTPTransport:

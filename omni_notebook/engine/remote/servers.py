@@ -29,13 +29,10 @@ _ERRORS = {"sleep": SleepError, "wake": WakeError}
 class Server(Protocol):
     """What `RemoteOmni` asks of whoever answers there."""
 
-    @property
-    def host(self) -> str | None:
-        """The name of its machine; None where it did not say."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process on that machine; None where it did not say."""
+    host: str | None
+    """The name of its machine; None where it did not say."""
+    pid: int | None
+    """Its process on that machine; None where it did not say."""
 
     def has(self, what: str) -> None:
         """Return if the server has this call; `what` is named to people.

@@ -16,6 +16,7 @@ from omni_notebook.server.bodies import AuditBody
 from omni_notebook.server.control import known_query
 from omni_notebook.server.helping import PREFIX
 from omni_notebook.server.leaving import while_connected
+from omni_notebook.server.stages import numbers
 from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.plan import plan_from
 from omni_notebook.verbs.session import CANCEL_GRACE_S
@@ -92,7 +93,7 @@ class Audits:
 async def audit(body: AuditBody, request: Request) -> JSONResponse:
     """Sleep, look from outside, wake, generate again: a verdict, and the record it was made from."""
     audits: Audits = request.app.state.audits
-    plan = plan_from(body.stage_ids, body.probe_bytes, **body.wishes())
+    plan = plan_from(numbers(request.app.state.engine, body.stage_ids), body.probe_bytes, **body.wishes())
     result = await while_connected(request, audits.run(plan))
     return JSONResponse(await asyncio.to_thread(_answer, result))
 

@@ -28,6 +28,7 @@ from omni_notebook.server.bodies import (
 )
 from omni_notebook.server.helping import PREFIX
 from omni_notebook.server.names import name_of
+from omni_notebook.server.stages import asked, number, numbers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -99,7 +100,12 @@ router = APIRouter(prefix=PREFIX, tags=["omni"], dependencies=[Depends(known_que
 async def sleep(body: SleepBody, engine: Served) -> JSONResponse:
     """Put stages to sleep; one measured ACK a rank."""
     acks = await engine.sleep(
-        body.stage_ids, body.level, body.mode, body.timeout, discard=body.discard, raise_on_error=False
+        numbers(engine, body.stage_ids),
+        body.level,
+        body.mode,
+        body.timeout,
+        discard=body.discard,
+        raise_on_error=False,
     )
     return acks_answer(acks)
 
@@ -108,31 +114,32 @@ async def sleep(body: SleepBody, engine: Served) -> JSONResponse:
 async def wakeup(engine: Served, body: WakeBody | None = None) -> JSONResponse:
     """Wake stages, or some of their tags; one measured ACK a rank."""
     body = body or WakeBody()
-    acks = await engine.wake_up(body.stage_ids, body.tags, body.reload, body.timeout, raise_on_error=False)
+    stage_ids = numbers(engine, body.stage_ids)
+    acks = await engine.wake_up(stage_ids, body.tags, body.reload, body.timeout, raise_on_error=False)
     return acks_answer(acks)
 
 
 @router.post("/pause")
 async def pause(body: PauseBody, engine: Served) -> JSONResponse:
     """Close admission, and with "keep" the schedulers of diffusion stages."""
-    await engine.pause_generation(
-        body.mode, body.stage_ids, body.wait_for_inflight_requests, body.clear_cache, body.timeout
-    )
+    stage_ids = numbers(engine, body.stage_ids)
+    await engine.pause_generation(body.mode, stage_ids, body.wait_for_inflight_requests, body.clear_cache, body.timeout)
     return _done()
 
 
 @router.post("/resume")
 async def resume(engine: Served, body: ResumeBody | None = None) -> JSONResponse:
     """Open what a pause closed."""
-    await engine.resume_generation(None if body is None else body.stage_ids)
+    await engine.resume_generation(None if body is None else numbers(engine, body.stage_ids))
     return _done()
 
 
 @router.post("/weights")
 async def weights(body: WeightsBody, engine: Served) -> JSONResponse:
     """Load a checkpoint folder into a stage."""
-    await engine.load_weights(body.stage_id, body.path, body.version, body.timeout)
-    return _done(weight_version=engine.status().stages[body.stage_id].weight_version)
+    stage_id = number(engine, body.stage_id)
+    await engine.load_weights(stage_id, body.path, body.version, body.timeout)
+    return _done(weight_version=engine.status().stages[stage_id].weight_version)
 
 
 @router.get("/loras")
@@ -149,7 +156,7 @@ def _loras(stage: Any) -> dict[str, Any]:
 async def add_lora(body: LoraBody, engine: Served) -> JSONResponse:
     """Add an adapter."""
     request = LoRARequest(body.lora_name, body.lora_int_id, body.lora_path)
-    return _done(added=await engine.add_lora(request, body.stage_ids, body.timeout))
+    return _done(added=await engine.add_lora(request, numbers(engine, body.stage_ids), body.timeout))
 
 
 @router.delete("/loras/{lora_int_id}")
@@ -167,7 +174,7 @@ async def pin_lora(lora_int_id: int, engine: Served) -> JSONResponse:
 @router.post("/restart")
 async def restart(body: RestartBody, engine: Served) -> JSONResponse:
     """Start a stage's ranks anew, from its last checkpoint."""
-    await engine.restart(body.stage_id, body.timeout)
+    await engine.restart(number(engine, body.stage_id), body.timeout)
     return _done()
 
 
@@ -184,9 +191,9 @@ async def status(engine: Served) -> JSONResponse:
 
 
 @router.get("/logs")
-async def logs(engine: Served, stage_id: int, rank: int = 0, replica: int = 0) -> JSONResponse:
+async def logs(engine: Served, stage_id: str, rank: int = 0, replica: int = 0) -> JSONResponse:
     """The last lines that a rank's process wrote, newest last; none of a rank in the server's own process."""
-    return JSONResponse({"lines": engine.logs(stage_id, rank, replica)})
+    return JSONResponse({"lines": engine.logs(number(engine, asked(stage_id)), rank, replica)})
 
 
 @router.get("/version")

@@ -63,9 +63,10 @@ def test_an_audit_gives_its_verdict_its_record_and_its_pictures(http: httpx.Clie
 def test_an_audit_sleeps_at_level_1_unless_it_is_told_otherwise_and_takes_the_seed_from_either_place(
     http: httpx.Client,
 ) -> None:
-    body = {"stage_ids": [1], "sampling_params": {"num_inference_steps": 3, "seed": 5}}
+    body = {"stage_ids": ["painter"], "sampling_params": {"num_inference_steps": 3, "seed": 5}}
     report = http.post(PATH, json=body).json()["report"]
     assert (report["level"], report["seed"], report["cycles_asked"]) == (1, 5, 1)
+    assert {rank["stage_id"] for rank in report["cycles"][0]["ranks"]} == {1}
 
 
 @pytest.mark.parametrize(

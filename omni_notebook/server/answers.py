@@ -114,6 +114,11 @@ def unbroken(data: bytes) -> bytes:
     return data
 
 
+def event(kind: str, data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), unbroken(data))
+
+
 def _line(message: str) -> str:
     """One line of a length that can be read, whatever the client sent that it repeats."""
     line = " ".join(message.split())

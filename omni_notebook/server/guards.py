@@ -7,7 +7,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from omni_notebook.engine.remote.peers import NAME_HEADER, OTHER_ENGINE
-from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, refusal, unbroken
+from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, event, refusal
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -44,7 +44,7 @@ class EndGuard:
             if begun is None:
                 await told(scope, receive, send)
             elif _header(begun, b"content-type").startswith(b"text/event-stream"):
-                body = b"event: error\ndata: %b\n\n" % unbroken(bytes(told.body))
+                body = event("error", bytes(told.body))
                 await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
     from concurrent.futures import Future
 
     from omni_notebook.protocol import EngineStatus, Event, LoRARequest, OmniACK, OmniRequestOutput
@@ -138,5 +138,7 @@ class ServedEngine(Engine, Protocol):
     def news(self) -> tuple[str, ...]:
         """Lines that a person should know of the engine there, as far as was heard; nobody is asked."""
 
-    async def audit_there(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Audit it there; `body` and answer as `POST /v1/omni/audit` has them."""
+    async def audit_there(
+        self, body: dict[str, Any], told: Callable[[str, float | None], None] | None = None
+    ) -> dict[str, Any]:
+        """Audit it there; `body` and answer as `POST /v1/omni/audit` has them, `told` hears how far it is."""

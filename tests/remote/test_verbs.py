@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -43,6 +44,16 @@ from tests.remote.served import Contract, serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+STEPS = (
+    "before the first cycle",
+    "warming up",
+    "output before the sleep",
+    "falling asleep",
+    "waking",
+    "output after the wake",
+)
 
 
 @pytest.fixture(scope="module", params=["mp"])
@@ -204,6 +215,21 @@ def test_an_audit_runs_beside_the_ranks_and_its_result_is_here(session: Session,
     assert json.loads((tmp_path / "a.json").read_text())["verdict"] == "PASS"
     assert "Audit PASS" in (tmp_path / "a.html").read_text()
     assert "audit PASS" in wrote(session)
+
+
+def test_an_audit_there_shows_the_steps_that_one_here_shows(session: Session, engine: Contract) -> None:
+    told: list[tuple[str, float | None]] = []
+    body = {"stage_ids": [0], "level": 1, "cycles": 2, "sampling_params": {"num_inference_steps": 1}}
+    answer = session.engine.submit(session.engine.audit_there(body, lambda *now: told.append(now))).result(60)
+    assert answer["verdict"] == "PASS"
+    assert {label for label, _ in told} <= {f"cycle {cycle} of 2: {step}" for cycle in (1, 2) for step in STEPS}, told
+    assert [share for _, share in told if share == 0.5]
+    job = execute(session, "audit 0 --level 1 --steps 1 --cycles 300 --bg")
+    deadline = time.monotonic() + 20
+    while not re.search(r"cycle [2-9] of 300: ", job.progress.label) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert job.progress.fraction > 0
+    job.cancel()
 
 
 def test_an_audit_is_refused_there_as_it_is_here(session: Session) -> None:

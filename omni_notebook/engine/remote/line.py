@@ -34,6 +34,7 @@ _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.
 _GOES_ON = """\
 it may go on there, and was not sent again. engine.status() (%omni status) shows what came of it once it \
 answers"""
+_EVENTS = {"Accept": "text/event-stream"}
 _ENDS = "it ends there with its client, and was not sent again"
 _OTHER = "another engine answers there now"
 _UNKNOWN = "what came of it is not known, and it was not sent again"
@@ -152,7 +153,7 @@ class Line:
         try:
             async with (
                 self.watched(what, timeout, meant, streamed=True),
-                self._http().stream(method, path, content=content, headers=_head(content, meant)) as response,
+                self._http().stream(method, path, content=content, headers=_head(content, meant) | _EVENTS) as response,
             ):
                 if response.status_code == httpx.codes.CONFLICT:
                     self._check_given(what, Answer(response.status_code, await response.aread()))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
@@ -317,6 +318,8 @@ def _why(error: BaseException) -> str:
     """What the operating system says of it; else what the exception says, or its name."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, ssl.SSLError):  # its number is of another list than the system's
+            return f"TLS: {getattr(cause, 'verify_message', '') or cause.reason or cause}"
         if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:  # below 0: of getaddrinfo
             return os.strerror(cause.errno)
         cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__ or cause.__context__

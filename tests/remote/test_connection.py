@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import ssl
 import subprocess
@@ -29,7 +28,7 @@ from omni_notebook.errors import (
 )
 from omni_notebook.protocol import LinkEvent, MemoryState, StateEvent
 from tests.engine.engine_helpers import PROMPT, collect, reset, slow, until
-from tests.remote.served import Contract, rude, serving, tell
+from tests.remote.served import Contract, certificate, rude, serving, tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,25 +117,12 @@ def test_the_other_scheme_is_named_where_it_is_spoken(engine: Contract, odd: Rud
     with pytest.raises(ConfigError, match=rf"speaks plain http: connect to {engine.url}; nothing was connected"):
         RemoteOmni(secure)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(_certificate(tmp_path))
+    context.load_cert_chain(certificate(tmp_path))
     odd.socket = context.wrap_socket(odd.socket, server_side=True, do_handshake_on_connect=False)
     with pytest.raises(ConfigError, match=rf"speaks TLS: connect to {odd.url.replace('http:', 'https:')}; nothing"):
         RemoteOmni(odd.url)
     with pytest.raises(ServerLostError, match=r"does not answer \(TLS: self.signed certificate\)"):
         RemoteOmni(odd.url.replace("http:", "https:"))
-
-
-def _certificate(folder: Path) -> Path:
-    """A file with a key and a certificate that nobody vouches for."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=here"]
-    command = ["openssl", *words, "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, capture_output=True, timeout=30, check=True)
-    both = folder / "both.pem"
-    both.write_text(key.read_text() + certificate.read_text())
-    return both
 
 
 def test_the_loopback_has_another_address_too(engine: Contract) -> None:

@@ -36,6 +36,7 @@ _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (errors.ArgumentError, 422),
     (errors.ConfigError, 422),
     (errors.UnsupportedError, 501),
+    (errors.LedgerError, 501),
     (errors.StageBusyError, 409),
     (errors.PauseError, 409),
     (errors.LoRAError, 409),

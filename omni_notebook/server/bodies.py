@@ -97,6 +97,17 @@ class AbortBody(Body):
     request_id: Annotated[str, Field(min_length=1)]
 
 
+class HistoryQuery(BaseModel):
+    """What `GET /v1/omni/history` takes behind its `?`."""
+
+    stage: Annotated[str | None, Field(description="a stage's number or name")] = None
+    rank: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    since: Annotated[str | None, Field(description="2h, 2026-11-29, or seconds since 1970")] = None
+    session: Annotated[str | None, Field(description="an engine's run; this: those of the server's process")] = None
+    errors: bool = False
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 50
+
+
 def _unicode(text: str) -> str:
     """Refuse halves of surrogate pairs, which JSON can spell and no text holds."""
     if not is_unicode(text):

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from sse_starlette.sse import EventSourceResponse
 from starlette.responses import JSONResponse
 
 import omni_notebook
+from omni_notebook.engine import history as past
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
 from omni_notebook.server.answers import acks_answer, unbroken
 from omni_notebook.server.bodies import (
     AbortBody,
+    HistoryQuery,
     LoraBody,
     PauseBody,
     RestartBody,
@@ -31,8 +34,9 @@ from omni_notebook.server.names import name_of
 from omni_notebook.server.stages import asked, number, numbers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
+    from omni_notebook.engine.history import History
     from omni_notebook.verbs.engine_api import Engine, Subscription
 
 
@@ -194,6 +198,29 @@ async def status(engine: Served) -> JSONResponse:
 async def logs(engine: Served, stage_id: str, rank: int = 0, replica: int = 0) -> JSONResponse:
     """The last lines that a rank's process wrote, newest last; none of a rank in the server's own process."""
     return JSONResponse({"lines": engine.logs(number(engine, asked(stage_id)), rank, replica)})
+
+
+@router.get("/history")
+async def history(engine: Served, wanted: Annotated[HistoryQuery, Query()]) -> JSONResponse:
+    """Past ACKs in this machine's ledger, newest first; `session=this`: those of this process."""
+    stage = None if wanted.stage is None else number(engine, asked(wanted.stage))
+    session = wanted.session if wanted.session in {None, "this"} else asked(str(wanted.session))
+    since = _moment(wanted.since)
+    read = past.history, stage, wanted.rank, since, session, wanted.errors, wanted.limit
+    return JSONResponse(await asyncio.to_thread(_told, *read))
+
+
+def _moment(since: str | None) -> str | float | None:
+    """A time in a person's words, or in seconds since 1970."""
+    with contextlib.suppress(ValueError):
+        return None if since is None else float(since)
+    return since
+
+
+def _told(read: Callable[..., History], *wanted: Any) -> dict[str, Any]:
+    found = read(*wanted)
+    acks: list[dict[str, Any]] = [msgspec.to_builtins(ack) for ack in found.newest]
+    return {"path": str(found.path), "complete": found.complete, "any": found.any, "acks": acks}
 
 
 @router.get("/version")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
     from concurrent.futures import Future
 
+    from omni_notebook.engine.history import History
     from omni_notebook.protocol import EngineStatus, Event, LoRARequest, OmniACK, OmniRequestOutput
 
 _T = TypeVar("_T")
@@ -133,6 +134,17 @@ class ServedEngine(Engine, Protocol):
     @property
     def in_this_process(self) -> bool:
         """Whether the server is a thread of this very process."""
+
+    def history(
+        self,
+        stage: int | None = None,
+        rank: int | None = None,
+        since: float | None = None,
+        session: int | Literal["this"] | None = None,
+        errors: bool = False,
+        limit: int | None = None,
+    ) -> History:
+        """Past ACKs in the server's own ledger."""
 
     @property
     def news(self) -> tuple[str, ...]:

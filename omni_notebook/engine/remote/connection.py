@@ -6,12 +6,13 @@ import concurrent.futures
 import os
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.loop import EngineLoop, awaited
+from omni_notebook.engine.remote import history
 from omni_notebook.engine.remote.address import SHORT_S, Address
 from omni_notebook.engine.remote.closing import Closer
 from omni_notebook.engine.remote.decoding import error_of
@@ -25,10 +26,12 @@ from omni_notebook.paths import expanded
 from omni_notebook.protocol import EngineStatus, LinkEvent
 
 if TYPE_CHECKING:
+    import datetime as dt
     from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
 
     from omni_notebook.engine.events import Subscription
+    from omni_notebook.engine.history import History
     from omni_notebook.engine.remote.line import Answer
     from omni_notebook.engine.remote.servers import Server
 
@@ -99,6 +102,30 @@ class Connection(Scoped):
         self._server.has("logs")
         answer = self._looked(self._look.get(f"{OMNI}/logs", stage_id=stage_id, rank=rank, replica=replica))
         return [str(line) for line in answer.body.get("lines") or ()]
+
+    def history(
+        self,
+        stage: int | None = None,
+        rank: int | None = None,
+        since: str | dt.date | dt.timedelta | float | None = None,
+        session: int | Literal["this"] | None = None,
+        errors: bool = False,
+        limit: int | None = None,
+    ) -> History:
+        """Past ACKs in the server's own ledger; as `omni_notebook.history`, with "this" for the server's process.
+
+        Of more than 10,000 the newest. Waits no longer than `status`.
+
+        Raises:
+            ArgumentError: an argument is wrong.
+            LedgerError: no history is kept there, or it can not be read.
+            ServerLostError: the server does not answer.
+            UnsupportedError: it is one that tells none.
+        """
+        self._check_open()
+        self._server.has("history")
+        wanted = history.checked(stage, rank, since, session, errors, limit)
+        return self._looked(history.asked(self._look, **wanted))
 
     def subscribe(self) -> Subscription:
         """An async iterator of events from now on; a `LinkEvent` where the connection breaks and is there again.

@@ -9,12 +9,13 @@ import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from sse_starlette.sse import EventSourceResponse
 from starlette.responses import JSONResponse
 
 import omni_notebook
 from omni_notebook.engine import history as past
+from omni_notebook.engine.remote.peers import ORDER_HEADER
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
 from omni_notebook.server.answers import acks_answer, unbroken
@@ -224,10 +225,17 @@ def _told(read: Callable[..., History], *wanted: Any) -> dict[str, Any]:
 
 
 @router.get("/version")
-async def version(engine: Served) -> JSONResponse:
-    """What serves here, and where; `engine` is another one after every start."""
-    facts = {"name": "omni-notebook", "version": omni_notebook.__version__}
-    return JSONResponse({**facts, "host": socket.gethostname(), "pid": os.getpid(), "engine": name_of(engine)})
+async def version(
+    request: Request, engine: Served, order: Annotated[str | None, Header(alias=ORDER_HEADER)] = None
+) -> JSONResponse:
+    """What serves here, and where; `engine` is another one after every start.
+
+    `order`, where one is asked about: whether it is under way here.
+    """
+    facts: dict[str, Any] = {"name": "omni-notebook", "version": omni_notebook.__version__}
+    facts |= {"host": socket.gethostname(), "pid": os.getpid(), "engine": name_of(engine)}
+    about = {} if order is None else {"order": order.encode("latin-1", "replace") in request.app.state.in_hand}
+    return JSONResponse({**facts, **about})
 
 
 @router.get("/events")

@@ -6,14 +6,14 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
-from omni_notebook.engine.remote.peers import NAME_HEADER, OTHER_ENGINE
+from omni_notebook.engine.remote.peers import NAME_HEADER, ORDER_HEADER, OTHER_ENGINE
 from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, event, refusal
 
 if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_API, _NAME = "/v1/", NAME_HEADER.lower().encode()
+_API, _NAME, _ORDER = "/v1/", NAME_HEADER.lower().encode(), ORDER_HEADER.lower().encode()
 _OPEN = frozenset({"/health"})
 _BODIES_AT_ONCE = 16
 """So many bodies of the greatest length may be on their way at once."""
@@ -75,6 +75,29 @@ class NameGuard:
             await refusal(409, f"{told}. Nothing was changed", OTHER_ENGINE)(scope, receive, named)
             return
         await self._app(scope, receive, named)
+
+
+class OrdersGuard:
+    """Knows which orders are under way, by their header `X-Omni-Order`: `in_hand` holds them.
+
+    A client whose connection went silent can so find out, on another one, that its answer will not come.
+    """
+
+    def __init__(self, app: ASGIApp, in_hand: set[bytes]) -> None:
+        self._app = app
+        self._in_hand = in_hand
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; whoever looks gives no order."""
+        name = _header(scope, _ORDER) if scope["type"] == "http" and scope["method"] != "GET" else b""
+        if not name:
+            await self._app(scope, receive, send)
+            return
+        self._in_hand.add(name)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_hand.discard(name)
 
 
 class WordsGuard:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _REQUEST = re.compile(rb"^(GET|POST|DELETE) (\S+) HTTP/1", re.MULTILINE)
+_PUMP = "pump"
 
 
 class Proxy:
@@ -20,6 +21,7 @@ class Proxy:
     Attributes:
         delay_s: so long each piece of either direction is held.
         deaf: while it is set nothing passes, and nothing is closed; a path in `deaf_to` is deaf to that alone.
+        mute_to: answers to this path do not come; requests for it arrive.
         cut: `(path, n)`: the answer to this path is cut, both ways, after n bytes; once.
         swallow: a request for this path does not reach the server, its connection is cut; once.
         asked: requests that clients began, as `POST /path`.
@@ -30,6 +32,7 @@ class Proxy:
         self.delay_s = 0.0
         self.deaf = False
         self.deaf_to: str | None = None
+        self.mute_to: str | None = None
         self.cut: tuple[str, int] | None = None
         self.swallow: str | None = None
         self.asked: list[str] = []
@@ -45,7 +48,7 @@ class Proxy:
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         onward, upward = await asyncio.open_connection("127.0.0.1", self._to_port)
         way = _Way(self)
-        pumps = {asyncio.create_task(way.forth(reader, upward)), asyncio.create_task(way.back(onward, writer))}
+        pumps = {asyncio.create_task(one, name=_PUMP) for one in (way.forth(reader, upward), way.back(onward, writer))}
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -78,6 +81,8 @@ class _Way:
     async def back(self, server: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         while piece := await server.read(65536):
             await self._hold()
+            while self._proxy.mute_to == self._path:  # noqa: ASYNC110  (other threads set it)
+                await asyncio.sleep(0.01)
             path, most = self._proxy.cut or ("", 0)
             if path == self._path and self._passed + len(piece) > most:
                 client.write(piece[: most - self._passed])
@@ -115,6 +120,7 @@ async def _end(server: asyncio.Server) -> None:
     server.close()
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
-        task.cancel()
+        if task.get_name() == _PUMP:  # the rest ends by itself then
+            task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     await asyncio.sleep(0.01)  # sockets are closed by callbacks

@@ -13,7 +13,7 @@ from omni_notebook.engine.remote import following, line
 from omni_notebook.engine.remote.client import RemoteOmni
 from omni_notebook.errors import DeadlineError, ServerLostError, UnsupportedError
 from omni_notebook.protocol import LinkEvent, StateEvent
-from tests.engine.engine_helpers import collect, reset, until
+from tests.engine.engine_helpers import collect, reset, slow, until
 from tests.remote.proxy import proxied
 from tests.remote.served import rude, serving, tell
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.remote.proxy import Proxy
 
 QUICK = {"num_inference_steps": 1}
+NOT_THERE = "the server answers, and does not have it under way"
 GOES_ON = r"may go on there, and was not sent again\. engine\.status\(\)"
 
 
@@ -168,13 +169,73 @@ def test_a_way_that_goes_silent_is_given_up_in_time(engine: RemoteOmni, embedded
     assert states(embedded) == ["AWAKE", "AWAKE"]
 
 
-def test_where_only_the_orders_own_connection_is_silent_its_bound_ends_the_wait(engine: RemoteOmni, way: Proxy) -> None:
+def test_where_only_the_orders_own_connection_is_silent_its_bound_ends_the_wait(
+    engine: RemoteOmni, way: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line, "PROBE_S", 5.0)
     way.deaf_to = "/v1/omni/sleep"
     with pytest.raises(
         DeadlineError, match=r"did not answer the sleep within its 0\.2 s and 0\.3 s more: it may go on"
     ):
         asyncio.run(engine.sleep([1], timeout=0.2))
     assert sent(way) == ["sleep"]
+
+
+def test_an_order_that_was_swallowed_is_not_waited_for_though_it_has_no_bound(
+    engine: RemoteOmni, embedded: AsyncOmni, way: Proxy
+) -> None:
+    way.deaf_to = "/v1/omni/sleep"
+    with pytest.raises(
+        ServerLostError, match=rf"\({NOT_THERE}\): it has ended, or never arrived, and was not sent again"
+    ):
+        asyncio.run(engine.sleep([1]))
+    assert states(embedded) == ["AWAKE", "AWAKE"]
+    assert sent(way) == ["sleep"]
+
+
+@pytest.mark.parametrize("call", ["sleep", "generate"])
+def test_an_answer_that_does_not_come_is_not_waited_for_once_its_order_has_ended(
+    engine: RemoteOmni, embedded: AsyncOmni, way: Proxy, call: str
+) -> None:
+    way.mute_to = f"/v1/omni/{call}"
+    with pytest.raises(
+        ServerLostError, match=rf"\({NOT_THERE}\): it has ended, or never arrived, and was not sent again"
+    ):
+        asyncio.run(engine.sleep([1]) if call == "sleep" else collect(engine, sampling_params=QUICK))
+    assert states(embedded) == ["AWAKE", "ASLEEP" if call == "sleep" else "AWAKE"]
+    assert sent(way) == [call]
+
+
+def test_an_order_that_takes_long_is_waited_for_while_it_is_under_way(
+    engine: RemoteOmni, embedded: AsyncOmni, way: Proxy
+) -> None:
+    with slow(embedded, 1, 1.5, "prepare_sleep"):
+        assert [ack.ok for ack in asyncio.run(engine.sleep([1]))] == [True]
+    assert way.asked.count("GET /v1/omni/version") > line.MISSES + 1
+
+
+def test_a_stream_of_events_that_goes_silent_is_taken_up_anew(
+    embedded: AsyncOmni, way: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line, "SILENT_S", 0.4)
+
+    async def scenario(engine: RemoteOmni) -> list[LinkEvent]:
+        events = engine.subscribe()
+        await engine.resume_generation()
+        way.mute_to = "/v1/omni/events"
+        links = []
+        async for event in events:
+            if isinstance(event, LinkEvent):
+                links.append(event)
+                way.mute_to = None
+                if event.connected:
+                    return links
+        return links
+
+    with RemoteOmni(way.url) as engine:
+        broke, there = asyncio.run(asyncio.wait_for(scenario(engine), 20))
+    assert (broke.connected, there.connected) == (False, True)
+    assert "nothing came for 0.4 s" in broke.reason
 
 
 def test_an_audit_that_is_cut_ends_there_with_its_stages_awake(

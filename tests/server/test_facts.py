@@ -19,7 +19,7 @@ from omni_notebook.errors import (
 )
 from omni_notebook.protocol import AckMetadata, OmniACK
 from tests import adapters
-from tests.engine.engine_helpers import PROMPT, collect, until
+from tests.engine.engine_helpers import PROMPT, collect, slow, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,6 +145,28 @@ def test_the_history_is_the_ledgers_newest_first(
     refused = http.get("/v1/omni/history")
     assert (refused.status_code, refused.json()["error"]["code"]) == (501, LedgerError.error_code)
     assert "no history is kept" in refused.json()["error"]["message"]
+
+
+def test_whether_an_order_is_under_way_is_told_by_its_name(http: httpx.Client, engine: AsyncOmni) -> None:
+    named = {"X-Omni-Order": "abc"}
+
+    def under_way() -> bool:
+        return bool(http.get("/v1/omni/version", headers=named).json()["order"])
+
+    async def scenario() -> None:
+        with slow(engine, 1, 0.5, "prepare_sleep"):
+            order = asyncio.create_task(
+                asyncio.to_thread(http.post, "/v1/omni/sleep", json={"stage_ids": [1]}, headers=named)
+            )
+            await until(lambda: engine.status().stages[1].state == "FALLING_ASLEEP")
+            assert await asyncio.to_thread(under_way)
+            assert (await order).status_code == 200
+        assert not await asyncio.to_thread(under_way)
+
+    assert not under_way()
+    asyncio.run(scenario())
+    assert http.post("/v1/omni/sleep", json={"level": 3}, headers=named).status_code == 422
+    assert not under_way()
 
 
 def test_the_version_says_who_serves_and_where(http: httpx.Client) -> None:

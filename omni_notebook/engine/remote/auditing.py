@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from httpx_sse import EventSource, SSEError
 
 from omni_notebook.engine.remote.decoding import error_of, object_of
+from omni_notebook.engine.remote.line import Waiting
 from omni_notebook.errors import ServerLostError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ async def audited(
                     told(*_progress(found))
         except SSEError as error:
             raise ServerLostError(str(error)) from None
-    raise line.lost(_WHAT, EOFError("the stream ended before the audit had"), streamed=True)
+    raise line.lost(Waiting(_WHAT, streamed=True), EOFError("the stream ended before the audit had"))
 
 
 def _progress(found: dict[str, Any]) -> tuple[str, float | None]:

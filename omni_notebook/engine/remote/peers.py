@@ -15,6 +15,8 @@ NAME_HEADER = "X-Omni-Engine"
 """In each answer of a server of this package: `PID.RANDOM@HOST`, another one after every start of an engine."""
 
 
+ORDER_HEADER = "X-Omni-Order"
+"""In an order: a name of its own. In GET /v1/omni/version: the order that is asked about."""
 OTHER_ENGINE = "OTHER_ENGINE"
 """The code of a refusal: the order named another engine than the one that answers."""
 

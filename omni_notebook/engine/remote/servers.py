@@ -10,7 +10,7 @@ from httpx_sse import EventSource
 
 from omni_notebook.engine.answers import failure
 from omni_notebook.engine.remote.decoding import acks_of, error_of, output_of
-from omni_notebook.engine.remote.line import VERSION, Answer
+from omni_notebook.engine.remote.line import VERSION, Answer, Waiting
 from omni_notebook.engine.remote.schemes import other_scheme
 from omni_notebook.errors import ConfigError, ServerLostError, SleepError, WakeError
 from omni_notebook.protocol import EngineStatus
@@ -112,7 +112,7 @@ class Cockpit:
                 yield output
                 if output.finished:
                     return
-        raise line.lost(what, EOFError("the stream ended before the request had"), streamed=True)
+        raise line.lost(Waiting(what, streamed=True), EOFError("the stream ended before the request had"))
 
 
 def _read(line: Line, what: str, data: str) -> OmniRequestOutput:

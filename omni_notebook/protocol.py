@@ -519,11 +519,15 @@ class RequestEvent(msgspec.Struct, frozen=True, tag="request"):
 
 
 class LinkEvent(msgspec.Struct, frozen=True, tag="link"):
-    """The way to an engine on a server broke, or is there again: what happened between the two was not heard."""
+    """The way to an engine on a server broke, or is there again: what happened between the two was not heard.
+
+    `other`: another engine answers there than before; nothing that was known of the one before is true of it.
+    """
 
     time_s: float
     connected: bool
     reason: str = ""
+    other: bool = False
 
 
 Event = AckEvent | StateEvent | MemoryEvent | RequestEvent | LinkEvent

@@ -146,15 +146,27 @@ class History:
         with closing(ledger_file.reading(self.path)) as connection, ledger_file.explained(self.path):
             return int(connection.execute(f"SELECT count(*) FROM acks a WHERE {where}", values).fetchone()[0])  # noqa: S608
 
+    @property
+    def any(self) -> bool:
+        """Whether the ledger has any ACK at all."""
+        return self._newest_id > 0
+
     def __repr__(self) -> str:
         """The table in text."""
         return history_export.as_text(self)
 
     @property
+    def place(self) -> str:
+        """Where it is kept, for people."""
+        return str(self.path)
+
+    @property
     def title(self) -> str:
         """How many, of which there are more."""
         if not self.newest:
-            return f"no ACK in {self.path} matches" if self._newest_id else f"no history yet: no ACK is in {self.path}"
+            return (
+                f"no ACK in {self.place} matches" if self._newest_id else f"no history yet: no ACK is in {self.place}"
+            )
         acks = f"{len(self.newest)} ACK{'s' if len(self.newest) > 1 else ''}"
         if self.complete:
             return acks

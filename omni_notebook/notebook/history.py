@@ -15,7 +15,7 @@ def history_table(history: History) -> tables.Table:
     """A row an ACK, newest first; the file stands below."""
     columns, rows = history_export.table(history.newest)
     shown = [tables.Row(cells, ok=ack.ok) for cells, ack in zip(rows, history.newest, strict=True)]
-    return tables.Table(history.title, columns, tuple(shown), (f"ledger: {history.path}",) if shown else ())
+    return tables.Table(history.title, columns, tuple(shown), (f"ledger: {history.place}",) if shown else ())
 
 
 def history_bundle(history: History) -> dict[str, Any]:

@@ -36,6 +36,7 @@ _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (errors.ArgumentError, 422),
     (errors.ConfigError, 422),
     (errors.UnsupportedError, 501),
+    (errors.LedgerError, 501),
     (errors.StageBusyError, 409),
     (errors.PauseError, 409),
     (errors.LoRAError, 409),
@@ -112,6 +113,11 @@ def unbroken(data: bytes) -> bytes:
     for letter in "\x85\u2028\u2029":
         data = data.replace(letter.encode(), f"\\u{ord(letter):04x}".encode())
     return data
+
+
+def event(kind: str, data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), unbroken(data))
 
 
 def _line(message: str) -> str:

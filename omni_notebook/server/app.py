@@ -17,9 +17,19 @@ import omni_notebook
 from omni_notebook.errors import OmniError
 from omni_notebook.server import auditing, control, generating, helping, openai
 from omni_notebook.server.answers import problem, refusal
-from omni_notebook.server.guards import BodyGuard, EndGuard, HostGuard, KeyGuard, LeaveGuard, WordsGuard
+from omni_notebook.server.guards import (
+    BodyGuard,
+    EndGuard,
+    HostGuard,
+    KeyGuard,
+    LeaveGuard,
+    NameGuard,
+    OrdersGuard,
+    WordsGuard,
+)
 from omni_notebook.server.leaving import ClientGone
 from omni_notebook.server.metrics import Metrics
+from omni_notebook.server.names import name_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -46,6 +56,7 @@ def make_app(engine: Engine, settings: ServerSettings, ended: Callable[[], None]
     app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
     app.state.metrics = metrics
     app.state.listeners = control.Listeners(engine)
+    app.state.in_hand = set()
     app.state.audits = auditing.Audits(engine)
     app.include_router(control.router)
     app.include_router(generating.router)
@@ -62,6 +73,8 @@ def make_app(engine: Engine, settings: ServerSettings, ended: Callable[[], None]
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(Exception, _bug)
     app.add_middleware(BodyGuard, most=settings.body_bytes, patience_s=settings.patience_s)
+    app.add_middleware(OrdersGuard, in_hand=app.state.in_hand)
+    app.add_middleware(NameGuard, name=name_of(engine))
     if settings.api_key is None:
         app.add_middleware(HostGuard, hosts=settings.hosts)
     else:

@@ -5,29 +5,37 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
+import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from omni_notebook.engine.loop import ended
 from omni_notebook.errors import OmniError, StageBusyError
+from omni_notebook.server.answers import event, problem, refusal
 from omni_notebook.server.bodies import AuditBody
 from omni_notebook.server.control import known_query
 from omni_notebook.server.helping import PREFIX
 from omni_notebook.server.leaving import while_connected
+from omni_notebook.server.stages import numbers
 from omni_notebook.verbs.auditing.auditor import Auditor
 from omni_notebook.verbs.auditing.plan import plan_from
 from omni_notebook.verbs.session import CANCEL_GRACE_S
 from omni_notebook.verbs.waits import Background, in_thread
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
     from concurrent.futures import Future
 
     from omni_notebook.verbs.auditing.plan import Plan
     from omni_notebook.verbs.auditing.result import AuditResult
     from omni_notebook.verbs.engine_api import Engine
+    from omni_notebook.verbs.frontend import Progress
 
+_LOOK_S = 0.05
+_PING_S = 15.0
 END_S = 2 * CANCEL_GRACE_S
 """Seconds in which an audit that was told to stop wakes its stages and ends."""
 router = APIRouter(prefix=PREFIX, tags=["omni"], dependencies=[Depends(known_query)])
@@ -53,8 +61,8 @@ class Audits:
         """Whether one is on its way."""
         return self._running is not None and not self._running.done()
 
-    async def run(self, plan: Plan) -> AuditResult:
-        """Carry one out; a cancelled one wakes its stages first.
+    async def run(self, plan: Plan, wait: Background) -> AuditResult:
+        """Carry one out, with `wait` for its steps; a cancelled one wakes its stages first.
 
         Raises:
             StageBusyError: another one is on its way, or the engine is not idle; nothing was changed.
@@ -67,7 +75,7 @@ class Audits:
         if self._ended:
             msg = "the server is ending; nothing was changed"
             raise EndedError(msg)
-        wait = self._wait = Background()
+        self._wait = wait
         running = self._running = in_thread(lambda: Auditor(self._engine, plan, wait).run(), "omni-audit")
         try:
             await ended(running)
@@ -88,13 +96,59 @@ class Audits:
         self._wait.stop.set()
 
 
-@router.post("/audit")
-async def audit(body: AuditBody, request: Request) -> JSONResponse:
-    """Sleep, look from outside, wake, generate again: a verdict, and the record it was made from."""
+@router.post("/audit", response_model=None)
+async def audit(body: AuditBody, request: Request) -> Response:
+    """Sleep, look from outside, wake, generate again: a verdict, and the record it was made from.
+
+    With `Accept: text/event-stream` it comes as the last of server-sent events, after those that tell how far it is.
+    """
     audits: Audits = request.app.state.audits
-    plan = plan_from(body.stage_ids, body.probe_bytes, **body.wishes())
-    result = await while_connected(request, audits.run(plan))
-    return JSONResponse(await asyncio.to_thread(_answer, result))
+    plan = plan_from(numbers(request.app.state.engine, body.stage_ids), body.probe_bytes, **body.wishes())
+    wait = Background()
+    if "text/event-stream" not in request.headers.get("accept", ""):
+        return JSONResponse(await asyncio.to_thread(_answer, await while_connected(request, audits.run(plan, wait))))
+    running = asyncio.create_task(audits.run(plan, wait), name="omni-audit-streamed")
+    try:
+        await while_connected(request, _begun(running, wait))
+    except BaseException:
+        running.cancel()
+        raise
+    told = _events(running, wait, request.app.state.engine)
+    return StreamingResponse(told, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+async def _begun(running: asyncio.Task[AuditResult], wait: Background) -> None:
+    """Return at its first step, or when it is over; a refusal is raised, and so has a status of its own."""
+    while not running.done() and not wait.begun:
+        await asyncio.wait({running}, timeout=_LOOK_S)
+    if running.done():
+        running.result()
+
+
+async def _events(running: asyncio.Task[AuditResult], wait: Background, engine: Engine) -> AsyncGenerator[bytes]:
+    """What changed about how far it is, then how it ended; whoever leaves ends it."""
+    last: Progress | None = None
+    told_s = time.monotonic()
+    try:
+        while not running.done():
+            now = wait.progress() if wait.begun else None
+            if now is not None and now != last:
+                last, told_s = now, time.monotonic()
+                yield event("progress", json.dumps({"label": now.label, "fraction": now.fraction}).encode())
+            elif time.monotonic() - told_s > _PING_S:
+                told_s = time.monotonic()
+                yield b": still there\n\n"
+            await asyncio.wait({running}, timeout=_LOOK_S)
+        try:
+            answer = await asyncio.to_thread(_answer, running.result())
+        except OmniError as error:
+            ended = isinstance(error, EndedError)
+            told = refusal(503, str(error), error.error_code) if ended else problem(error, engine, order=True)
+            yield event("error", bytes(told.body))
+        else:
+            yield event("result", json.dumps(answer).encode())
+    finally:
+        running.cancel()
 
 
 def _answer(result: AuditResult) -> dict[str, Any]:

@@ -10,7 +10,11 @@ from omni_notebook.protocol import OmniSamplingParams, is_unicode
 from omni_notebook.verbs.auditing.plan import MAX_CYCLES, PROMPT, SEED
 
 Seconds = Annotated[float, Field(ge=0.001, le=86_400, allow_inf_nan=False, description="seconds")]
-StageIds = Annotated[list[int] | None, Field(min_length=1, fail_fast=True, description="stages; null: all of them")]
+StageId = Annotated[int | str, Field(description="a stage's number or name")]
+StageIds = Annotated[
+    list[int | str] | None,
+    Field(min_length=1, fail_fast=True, description="stages by number or name; null: all of them"),
+]
 MAX_IMAGES = 16
 
 
@@ -64,7 +68,7 @@ class ResumeBody(Body):
 class WeightsBody(Body):
     """`POST /v1/omni/weights`: a checkpoint folder on the server's machine."""
 
-    stage_id: int
+    stage_id: StageId
     path: Annotated[str, Field(min_length=1)]
     version: str | None = None
     timeout: Seconds | None = None
@@ -83,7 +87,7 @@ class LoraBody(Body):
 class RestartBody(Body):
     """`POST /v1/omni/restart`."""
 
-    stage_id: int
+    stage_id: StageId
     timeout: Seconds | None = None
 
 
@@ -91,6 +95,17 @@ class AbortBody(Body):
     """`POST /v1/omni/abort`."""
 
     request_id: Annotated[str, Field(min_length=1)]
+
+
+class HistoryQuery(BaseModel):
+    """What `GET /v1/omni/history` takes behind its `?`."""
+
+    stage: Annotated[str | None, Field(description="a stage's number or name")] = None
+    rank: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    since: Annotated[str | None, Field(description="2h, 2026-11-29, or seconds since 1970")] = None
+    session: Annotated[str | None, Field(description="an engine's run; this: those of the server's process")] = None
+    errors: bool = False
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 50
 
 
 def _unicode(text: str) -> str:

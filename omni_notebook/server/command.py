@@ -12,6 +12,7 @@ from omni_notebook.errors import UnsupportedError
 from omni_notebook.memory.libc import limit_heaps
 from omni_notebook.server import words
 from omni_notebook.server.settings import ServerSettings
+from omni_notebook.verbs import engines
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 _OURS = frozenset(
     {
-        *("model", "named_model", "omni", "enable_sleep_mode"),
+        *("model", "named_model", "omni", "enable_sleep_mode", "engine"),
         *("host", "port", "api_key", "served_model_names", "allowed_hosts"),
     }
 )
@@ -43,26 +44,26 @@ def run(args: argparse.Namespace) -> int:
         allowed_hosts=tuple(args.allowed_hosts),
     )
     limit_heaps()
-    overrides = {key: value for key, value in vars(args).items() if key not in _OURS}
+    options = {key: value for key, value in vars(args).items() if key not in _OURS}
+    if args.engine != engines.EMBEDDED:
+        engines.check(args.engine, model, options)  # the embedded one's checks are its constructor's
     with _told_to_stop() as told:
         try:
-            _serve(settings, told, model, enable_sleep_mode=args.enable_sleep_mode, **overrides)
+            _serve(settings, told, args.engine, model, {**options, "enable_sleep_mode": args.enable_sleep_mode})
         except _ToldError:
             _say("ended before the engine was ready; what was started has been stopped")
     return INTERRUPTED if told.number == signal.SIGINT else 0
 
 
-def _serve(settings: ServerSettings, told: _Told, model: str, **known: Any) -> None:
+def _serve(settings: ServerSettings, told: _Told, kind: str, model: str, options: dict[str, Any]) -> None:
     try:
         from omni_notebook.server import serving  # noqa: PLC0415  (an extra)
     except ImportError as error:
         msg = f"the server needs {error.name}: pip install 'omni-notebook[server]'. Nothing was started"
         raise UnsupportedError(msg) from error
-    from omni_notebook.engine.async_omni import AsyncOmni  # noqa: PLC0415  (torch)
-
     with (
         contextlib.closing(serving.listen(settings)) as listening,
-        AsyncOmni(model, progress=told.check, **known) as engine,
+        engines.build(kind, model, options, told.check) as engine,
     ):
         told.check("ready", 1.0)
         server = serving.Server(engine, settings, listening)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from sse_starlette.sse import EventSourceResponse
 from starlette.responses import JSONResponse
 
 import omni_notebook
+from omni_notebook.engine import history as past
+from omni_notebook.engine.remote.peers import ORDER_HEADER
 from omni_notebook.errors import ArgumentError
 from omni_notebook.protocol import LoRARequest
 from omni_notebook.server.answers import acks_answer, unbroken
 from omni_notebook.server.bodies import (
     AbortBody,
+    HistoryQuery,
     LoraBody,
     PauseBody,
     RestartBody,
@@ -27,10 +31,13 @@ from omni_notebook.server.bodies import (
     WeightsBody,
 )
 from omni_notebook.server.helping import PREFIX
+from omni_notebook.server.names import name_of
+from omni_notebook.server.stages import asked, number, numbers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
+    from omni_notebook.engine.history import History
     from omni_notebook.verbs.engine_api import Engine, Subscription
 
 
@@ -98,7 +105,12 @@ router = APIRouter(prefix=PREFIX, tags=["omni"], dependencies=[Depends(known_que
 async def sleep(body: SleepBody, engine: Served) -> JSONResponse:
     """Put stages to sleep; one measured ACK a rank."""
     acks = await engine.sleep(
-        body.stage_ids, body.level, body.mode, body.timeout, discard=body.discard, raise_on_error=False
+        numbers(engine, body.stage_ids),
+        body.level,
+        body.mode,
+        body.timeout,
+        discard=body.discard,
+        raise_on_error=False,
     )
     return acks_answer(acks)
 
@@ -107,31 +119,32 @@ async def sleep(body: SleepBody, engine: Served) -> JSONResponse:
 async def wakeup(engine: Served, body: WakeBody | None = None) -> JSONResponse:
     """Wake stages, or some of their tags; one measured ACK a rank."""
     body = body or WakeBody()
-    acks = await engine.wake_up(body.stage_ids, body.tags, body.reload, body.timeout, raise_on_error=False)
+    stage_ids = numbers(engine, body.stage_ids)
+    acks = await engine.wake_up(stage_ids, body.tags, body.reload, body.timeout, raise_on_error=False)
     return acks_answer(acks)
 
 
 @router.post("/pause")
 async def pause(body: PauseBody, engine: Served) -> JSONResponse:
     """Close admission, and with "keep" the schedulers of diffusion stages."""
-    await engine.pause_generation(
-        body.mode, body.stage_ids, body.wait_for_inflight_requests, body.clear_cache, body.timeout
-    )
+    stage_ids = numbers(engine, body.stage_ids)
+    await engine.pause_generation(body.mode, stage_ids, body.wait_for_inflight_requests, body.clear_cache, body.timeout)
     return _done()
 
 
 @router.post("/resume")
 async def resume(engine: Served, body: ResumeBody | None = None) -> JSONResponse:
     """Open what a pause closed."""
-    await engine.resume_generation(None if body is None else body.stage_ids)
+    await engine.resume_generation(None if body is None else numbers(engine, body.stage_ids))
     return _done()
 
 
 @router.post("/weights")
 async def weights(body: WeightsBody, engine: Served) -> JSONResponse:
     """Load a checkpoint folder into a stage."""
-    await engine.load_weights(body.stage_id, body.path, body.version, body.timeout)
-    return _done(weight_version=engine.status().stages[body.stage_id].weight_version)
+    stage_id = number(engine, body.stage_id)
+    await engine.load_weights(stage_id, body.path, body.version, body.timeout)
+    return _done(weight_version=engine.status().stages[stage_id].weight_version)
 
 
 @router.get("/loras")
@@ -148,7 +161,7 @@ def _loras(stage: Any) -> dict[str, Any]:
 async def add_lora(body: LoraBody, engine: Served) -> JSONResponse:
     """Add an adapter."""
     request = LoRARequest(body.lora_name, body.lora_int_id, body.lora_path)
-    return _done(added=await engine.add_lora(request, body.stage_ids, body.timeout))
+    return _done(added=await engine.add_lora(request, numbers(engine, body.stage_ids), body.timeout))
 
 
 @router.delete("/loras/{lora_int_id}")
@@ -166,7 +179,7 @@ async def pin_lora(lora_int_id: int, engine: Served) -> JSONResponse:
 @router.post("/restart")
 async def restart(body: RestartBody, engine: Served) -> JSONResponse:
     """Start a stage's ranks anew, from its last checkpoint."""
-    await engine.restart(body.stage_id, body.timeout)
+    await engine.restart(number(engine, body.stage_id), body.timeout)
     return _done()
 
 
@@ -183,16 +196,46 @@ async def status(engine: Served) -> JSONResponse:
 
 
 @router.get("/logs")
-async def logs(engine: Served, stage_id: int, rank: int = 0, replica: int = 0) -> JSONResponse:
+async def logs(engine: Served, stage_id: str, rank: int = 0, replica: int = 0) -> JSONResponse:
     """The last lines that a rank's process wrote, newest last; none of a rank in the server's own process."""
-    return JSONResponse({"lines": engine.logs(stage_id, rank, replica)})
+    return JSONResponse({"lines": engine.logs(number(engine, asked(stage_id)), rank, replica)})
+
+
+@router.get("/history")
+async def history(engine: Served, wanted: Annotated[HistoryQuery, Query()]) -> JSONResponse:
+    """Past ACKs in this machine's ledger, newest first; `session=this`: those of this process."""
+    stage = None if wanted.stage is None else number(engine, asked(wanted.stage))
+    session = wanted.session if wanted.session in {None, "this"} else asked(str(wanted.session))
+    since = _moment(wanted.since)
+    read = past.history, stage, wanted.rank, since, session, wanted.errors, wanted.limit
+    return JSONResponse(await asyncio.to_thread(_told, *read))
+
+
+def _moment(since: str | None) -> str | float | None:
+    """A time in a person's words, or in seconds since 1970."""
+    with contextlib.suppress(ValueError):
+        return None if since is None else float(since)
+    return since
+
+
+def _told(read: Callable[..., History], *wanted: Any) -> dict[str, Any]:
+    found = read(*wanted)
+    acks: list[dict[str, Any]] = [msgspec.to_builtins(ack) for ack in found.newest]
+    return {"path": str(found.path), "complete": found.complete, "any": found.any, "acks": acks}
 
 
 @router.get("/version")
-async def version() -> JSONResponse:
-    """What serves here, and where."""
-    facts = {"name": "omni-notebook", "version": omni_notebook.__version__}
-    return JSONResponse({**facts, "host": socket.gethostname(), "pid": os.getpid()})
+async def version(
+    request: Request, engine: Served, order: Annotated[str | None, Header(alias=ORDER_HEADER)] = None
+) -> JSONResponse:
+    """What serves here, and where; `engine` is another one after every start.
+
+    `order`, where one is asked about: whether it is under way here.
+    """
+    facts: dict[str, Any] = {"name": "omni-notebook", "version": omni_notebook.__version__}
+    facts |= {"host": socket.gethostname(), "pid": os.getpid(), "engine": name_of(engine)}
+    about = {} if order is None else {"order": order.encode("latin-1", "replace") in request.app.state.in_hand}
+    return JSONResponse({**facts, **about})
 
 
 @router.get("/events")

@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 
 from omni_notebook.errors import OmniError, RemoteWorkerError
 from omni_notebook.protocol import OmniRequestOutput
-from omni_notebook.server.answers import problem, unbroken
+from omni_notebook.server.answers import event, problem
 from omni_notebook.server.bodies import GenerateBody
 from omni_notebook.server.control import Served, known_query
 from omni_notebook.server.helping import PREFIX
@@ -42,20 +42,16 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     async with contextlib.aclosing(outputs):  # a client that left ends the request
         try:
-            yield _event(b"output", _encoded(first))
+            yield event("output", _encoded(first))
             async for output in outputs:
-                yield _event(b"output", _encoded(output))
+                yield event("output", _encoded(output))
         except OmniError as error:
-            yield _event(b"error", bytes(problem(error, engine, text_only=text_only).body))
+            yield event("error", bytes(problem(error, engine, text_only=text_only).body))
         except Exception as error:  # noqa: BLE001  (a rank in this process raises what its model raised)
             told = RemoteWorkerError(str(error) or type(error).__name__, type_name=type(error).__name__)
-            yield _event(b"error", bytes(problem(told, engine).body))
+            yield event("error", bytes(problem(told, engine).body))
 
 
 def _encoded(output: OmniRequestOutput) -> bytes:
     """JSON of its fields; bytes are base64, and pictures stand there as PNG files only."""
     return msgspec.json.encode({name: getattr(output, name) for name in _TOLD})
-
-
-def _event(kind: bytes, data: bytes) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind, unbroken(data))

@@ -6,12 +6,14 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
-from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, refusal, unbroken
+from omni_notebook.engine.remote.peers import NAME_HEADER, ORDER_HEADER, OTHER_ENGINE
+from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, event, refusal
 
 if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+_API, _NAME, _ORDER = "/v1/", NAME_HEADER.lower().encode(), ORDER_HEADER.lower().encode()
 _OPEN = frozenset({"/health"})
 _BODIES_AT_ONCE = 16
 """So many bodies of the greatest length may be on their way at once."""
@@ -42,8 +44,60 @@ class EndGuard:
             if begun is None:
                 await told(scope, receive, send)
             elif _header(begun, b"content-type").startswith(b"text/event-stream"):
-                body = b"event: error\ndata: %b\n\n" % unbroken(bytes(told.body))
+                body = event("error", bytes(told.body))
                 await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class NameGuard:
+    """Every answer of the API names the engine that gave it, and an order that names one goes to no other.
+
+    A client may meet another engine where it left the first.
+    """
+
+    def __init__(self, app: ASGIApp, name: str) -> None:
+        self._app = app
+        self._name = name.encode("ascii")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or 409."""
+        if scope["type"] != "http" or not scope["path"].startswith(_API):
+            await self._app(scope, receive, send)
+            return
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (_NAME, self._name)]
+            await send(message)
+
+        meant = _header(scope, _NAME)
+        if meant and meant != self._name and scope["method"] != "GET":
+            told = f"this was meant for the engine {meant.decode('latin-1')}; {self._name.decode()} answers here now"
+            await refusal(409, f"{told}. Nothing was changed", OTHER_ENGINE)(scope, receive, named)
+            return
+        await self._app(scope, receive, named)
+
+
+class OrdersGuard:
+    """Knows which orders are under way, by their header `X-Omni-Order`: `in_hand` holds them.
+
+    A client whose connection went silent can so find out, on another one, that its answer will not come.
+    """
+
+    def __init__(self, app: ASGIApp, in_hand: set[bytes]) -> None:
+        self._app = app
+        self._in_hand = in_hand
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; whoever looks gives no order."""
+        name = _header(scope, _ORDER) if scope["type"] == "http" and scope["method"] != "GET" else b""
+        if not name:
+            await self._app(scope, receive, send)
+            return
+        self._in_hand.add(name)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_hand.discard(name)
 
 
 class WordsGuard:

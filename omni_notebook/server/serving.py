@@ -54,8 +54,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where it listens."""
-        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
-        return f"http://{host}:{self.port}"
+        return f"http://{_spelled(self.settings.host)}:{self.port}"
 
     @property
     def running(self) -> bool:
@@ -143,6 +142,12 @@ def listen(settings: ServerSettings) -> socket.socket:
             listening.listen()  # a bound port alone may be bound again; whoever connects by now waits
             undo.pop_all()
     except OSError as error:
-        msg = f"can not listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port or --host"
+        where = f"{_spelled(settings.host)}:{settings.port}"
+        msg = f"can not listen on {where}: {error.strerror}; choose another --port or --host"
         raise ConfigError(msg) from error
     return listening
+
+
+def _spelled(host: str) -> str:
+    """A host as it stands before a port."""
+    return f"[{host}]" if ":" in host else host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class ServerSettings:
     connections: int = CONNECTIONS
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", _unbracketed(self.host))
         if not 0 <= self.port <= 65535:
             msg = f"port {self.port} is none; ports are 0 (any free one) to 65535. Nothing was started"
             raise ConfigError(msg)
@@ -78,4 +80,21 @@ class ServerSettings:
     @property
     def hosts(self) -> tuple[str, ...]:
         """The `Host` headers that are answered where no key is asked for."""
-        return ("localhost", "127.0.0.1", "[::1]", self.host, *self.allowed_hosts)
+        own = f"[{self.host}]" if ":" in self.host else self.host
+        return ("localhost", "127.0.0.1", "[::1]", own, *self.allowed_hosts)
+
+
+def _unbracketed(host: str) -> str:
+    """An address as sockets take it: `[::1]`, as URLs spell it, is `::1`.
+
+    Raises:
+        ConfigError: it has brackets, and no IPv6 address between them.
+    """
+    if not set("[]") & set(host):
+        return host
+    inner = host.removeprefix("[").removesuffix("]")
+    with contextlib.suppress(ValueError):
+        if host == f"[{inner}]":
+            return str(ipaddress.IPv6Address(inner))
+    msg = f"host {host!r} is no address: brackets hold an IPv6 one, such as [::1]. Nothing was started"
+    raise ConfigError(msg)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 
 from omni_notebook.errors import ArgumentError
+from omni_notebook.verbs.engines import add_engine
 from omni_notebook.verbs.lifecycle import add_stage_options
 from omni_notebook.verbs.parsing import CommandParser
 from omni_notebook.verbs.serving import KEY_VARIABLE, add_address
 
 _END = f"""\
-The model is demo, a pipeline file or a model folder. Listens on 127.0.0.1; another --host needs a key, which
-{KEY_VARIABLE} may hold instead of --api-key. Ctrl-C or SIGTERM: requests in progress end, then memory goes back."""
+The model is demo, a pipeline file or a model folder; with --engine vllm-omni what that takes. Listens on 127.0.0.1;
+another --host needs a key, which {KEY_VARIABLE} may hold instead of --api-key. Ctrl-C or SIGTERM: requests in
+progress end, then memory goes back."""
 
 
 def serve_parser(prog: str, about: str) -> CommandParser:
@@ -28,6 +30,7 @@ def serve_parser(prog: str, about: str) -> CommandParser:
     add("--model", dest="named_model", metavar="MODEL", help="the same")
     add("--omni", action="store_true", help="accepted, because vLLM-Omni's command has it: every pipeline is served")
     add("--enable-sleep-mode", action="store_true", help="let stages sleep; without it sleep is refused")
+    add_engine(parser)
     add_address(parser)
     add_stage_options(parser)
     return parser

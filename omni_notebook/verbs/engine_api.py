@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
     from concurrent.futures import Future
 
+    from omni_notebook.engine.history import History
     from omni_notebook.protocol import EngineStatus, Event, LoRARequest, OmniACK, OmniRequestOutput
 
 _T = TypeVar("_T")
@@ -134,5 +135,22 @@ class ServedEngine(Engine, Protocol):
     def in_this_process(self) -> bool:
         """Whether the server is a thread of this very process."""
 
-    async def audit_there(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Audit it there; `body` and answer as `POST /v1/omni/audit` has them."""
+    def history(
+        self,
+        stage: int | None = None,
+        rank: int | None = None,
+        since: float | None = None,
+        session: int | Literal["this"] | None = None,
+        errors: bool = False,
+        limit: int | None = None,
+    ) -> History:
+        """Past ACKs in the server's own ledger."""
+
+    @property
+    def news(self) -> tuple[str, ...]:
+        """Lines that a person should know of the engine there, as far as was heard; nobody is asked."""
+
+    async def audit_there(
+        self, body: dict[str, Any], told: Callable[[str, float | None], None] | None = None
+    ) -> dict[str, Any]:
+        """Audit it there; `body` and answer as `POST /v1/omni/audit` has them, `told` hears how far it is."""

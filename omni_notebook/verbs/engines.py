@@ -8,9 +8,11 @@ from omni_notebook import config
 from omni_notebook.errors import ArgumentError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
-    from omni_notebook.verbs.engine_api import Engine
+    from omni_notebook.engine.async_omni import AsyncOmni
+    from omni_notebook.engine.upstream.engine import UpstreamOmni
 
 EMBEDDED, UPSTREAM = "embedded", "vllm-omni"
 ENGINES = (EMBEDDED, UPSTREAM)
@@ -30,6 +32,16 @@ _PASSED_ON = frozenset(
 )
 
 
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Which engine is started."""
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=EMBEDDED,
+        help="embedded (default), or an installed vllm_omni: docs/upstream.md says what is measured there by whom",
+    )
+
+
 def check(kind: str, model: str, options: dict[str, Any]) -> None:
     """Refuse what can not be started, before anything is.
 
@@ -44,7 +56,7 @@ def check(kind: str, model: str, options: dict[str, Any]) -> None:
     from omni_notebook.engine.upstream import package  # noqa: PLC0415  (the embedded engine does not need it)
 
     if model == config.DEMO:
-        msg = "--engine vllm-omni has no demo pipeline: name a model, %omni start MODEL --engine vllm-omni"
+        msg = "--engine vllm-omni has no demo pipeline: name a model that vLLM-Omni takes. Nothing was started"
         raise ArgumentError(msg)
     wrong = sorted(set(options) - _PASSED_ON)
     if wrong:
@@ -54,9 +66,11 @@ def check(kind: str, model: str, options: dict[str, Any]) -> None:
     package.check_installed()
 
 
-def build(kind: str, model: str, options: dict[str, Any], report: Callable[[str, float], None]) -> Engine:
-    """The engine, ready."""
-    engine: Engine
+def build(
+    kind: str, model: str, options: dict[str, Any], report: Callable[[str, float], None]
+) -> AsyncOmni | UpstreamOmni:
+    """The engine, ready; `options` may also have `enable_sleep_mode`."""
+    engine: AsyncOmni | UpstreamOmni
     if kind == EMBEDDED:
         from omni_notebook.engine.async_omni import AsyncOmni  # noqa: PLC0415  (torch: loaded when used)
 

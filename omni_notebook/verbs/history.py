@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from omni_notebook import units
 from omni_notebook.engine.history import LIMIT, SINCE_FORMS, facts, history, moment
 from omni_notebook.engine.ledger_file import OFF, VARIABLE
-from omni_notebook.errors import ArgumentError
+from omni_notebook.errors import ArgumentError, ServerLostError, UnsupportedError
+from omni_notebook.verbs import hints
 from omni_notebook.verbs.parsing import STAGE, VerbParser, add_out, stages
 from omni_notebook.verbs.registry import verb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from omni_notebook.engine.history import History as Found
     from omni_notebook.engine.history import LedgerFacts
+    from omni_notebook.verbs.engine_api import ServedEngine
     from omni_notebook.verbs.session import Session
 
 _TABLES = {"sessions": "sessions", "acks": "ACKs", "states": "state changes", "audits": "audits"}
@@ -27,7 +31,7 @@ class History:
 
     The table shows the newest 50; the result's to_dataframe(), to_csv(path), to_json(path) and to_html(path), and the
     files of --csv, --json and --html have all that match, unless --limit says how many. State changes and audits are in
-    the same file (%omni where), not in this table.
+    the same file (%omni where), not in this table. Connected to a server it is the server's history.
     Example: past = %omni history --stage 0 --since 2h --session this
     """
 
@@ -37,20 +41,35 @@ class History:
     def prepare_parser(self, parser: VerbParser) -> None:
         """What to show, and files to write."""
         parser.add_argument("--stage", type=stages, metavar=STAGE, help="only this stage's, id or name")
+        here = "connected to a server: this machine's history, not the server's"
+        parser.add_argument("--here", action="store_true", help=here)
         add_wishes(parser)
         add_out(parser)
 
     def run(self, session: Session, args: argparse.Namespace) -> Found:
         """The ACKs; files are written before they are shown."""
-        found = read(args, None if args.stage is None else _one_stage(session, args.stage))
-        session.store(args.out, found)
+        stage = None if args.stage is None else _one_stage(session, args.stage)
         engine = session.attached
-        if engine is not None and engine.host is not None:
-            session.frontend.write(
-                f"this machine's history; the engine at {engine.url} keeps its own on {engine.host}\n"
-            )
+        if args.here or engine is None or engine.url is None:
+            found = read(args, stage)
+        else:
+            found = _there(session, cast("ServedEngine", engine), args, stage)
+        session.store(args.out, found)
         session.frontend.write("".join(f"written: {path}\n" for path in files(args)))
         return found
+
+
+def _there(session: Session, engine: ServedEngine, args: argparse.Namespace, stage: int | None) -> Found:
+    """The server's own; where it tells none, this machine's, and why."""
+    try:
+        found = read(args, stage, engine.history)
+    except (UnsupportedError, ServerLostError) as error:
+        session.frontend.write(
+            f"this machine's history, not that of the engine at {engine.url}: {hints.in_verbs(str(error))}\n"
+        )
+        return read(args, stage)
+    session.frontend.write(f"the history of the server at {engine.url}; %omni history --here shows this machine's\n")
+    return found
 
 
 def _one_stage(session: Session, words: list[str]) -> int:
@@ -73,14 +92,14 @@ def add_wishes(parser: argparse.ArgumentParser) -> None:
         add(f"--{kind}", type=Path, metavar="FILE", help=f"also write them to this {kind.upper()} file")
 
 
-def read(args: argparse.Namespace, stage: int | None) -> Found:
-    """The ACKs that a parsed line asks for, after the files that it asks for are written.
+def read(args: argparse.Namespace, stage: int | None, look: Callable[..., Found] = history) -> Found:
+    """The ACKs that a parsed line asks for, after the files that it asks for are written; `look` finds them.
 
     Raises:
         ArgumentError: a file can not be written.
         LedgerError: there is no history to read.
     """
-    found = history(stage, args.rank, args.since, args.session, args.errors, args.limit)
+    found = look(stage, args.rank, args.since, args.session, args.errors, args.limit)
     for path, write in ((args.csv, found.to_csv), (args.json, found.to_json), (args.html, found.to_html)):
         if path is not None:
             write(path)

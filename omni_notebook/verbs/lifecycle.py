@@ -50,12 +50,7 @@ class Start:
         """The model, and every option of a stage that a notebook sets."""
         parser.add_argument("model", nargs="?", default=config.DEMO, help="demo, a pipeline file or a model folder")
         parser.add_argument("--replace", action="store_true", help="stop the engine that is running first")
-        parser.add_argument(
-            "--engine",
-            choices=engines.ENGINES,
-            default=engines.EMBEDDED,
-            help="embedded (default), or an installed vllm_omni: docs/upstream.md says what is measured there by whom",
-        )
+        engines.add_engine(parser)
         add_stage_options(parser)
 
     def run(self, session: Session, args: argparse.Namespace) -> Engine:
@@ -204,7 +199,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _undo(future: Future[Engine] | None, *, replaced: bool) -> str:
+def _undo(future: Future[Any] | None, *, replaced: bool) -> str:
     """Give back what a start made or will have made; what to tell whoever interrupted it."""
     if future is not None:
         future.add_done_callback(_give_back)
@@ -214,7 +209,7 @@ def _undo(future: Future[Engine] | None, *, replaced: bool) -> str:
     return f"interrupted: the start {undone}{before}, no engine is running; %omni start starts again"
 
 
-def _give_back(future: Future[Engine]) -> None:
+def _give_back(future: Future[Any]) -> None:
     if future.exception() is None:
         future.result().shutdown()
 

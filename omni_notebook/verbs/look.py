@@ -38,6 +38,7 @@ class Status:
             session.frontend.write(NOTHING_RUNS)
             return None
         status = session.engine.status()
+        session.shown(status.notes)  # under the table
         session.store(args.out, status)
         return status
 

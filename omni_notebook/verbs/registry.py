@@ -138,6 +138,8 @@ def execute(session: Session, line: str, cell: str | None = None) -> object:
         session.note_error(error, line)
         hints.reword(error)
         raise
+    finally:
+        session.tell_news()
 
 
 def _carry_out(session: Session, line: str, cell: str | None) -> object:

@@ -214,11 +214,24 @@ class Session:
         """Show what the engine wants a person to know, each line once."""
         self._tell_notes(self._running_status()[1])
 
+    def tell_news(self) -> None:
+        """Show what was heard of a server's engine meanwhile, each line once; asks nobody."""
+        served = cast("ServedEngine | None", self._engine)
+        if served is not None and served.url is not None:
+            self._tell(served.news)
+
+    def shown(self, lines: Sequence[str]) -> None:
+        """These lines a person sees already."""
+        self._told.update(lines)
+
     def _tell_notes(self, status: EngineStatus | None) -> None:
-        for note in () if status is None else status.notes:
-            if note not in self._told:
-                self._told.add(note)
-                self.frontend.write(f"{note}\n")
+        self._tell(() if status is None else status.notes)
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            if line not in self._told:
+                self._told.add(line)
+                self.frontend.write(f"{line}\n")
 
     def store(self, out: str | None, value: object) -> None:
         """Keep `value` in the user's variable `out`, if one was named."""

@@ -74,6 +74,11 @@ class Background:
         self.stop = threading.Event()
         self._gauge: Callable[[], Progress] | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether there was a step that tells how far it is."""
+        return self._gauge is not None
+
     def progress(self) -> Progress:
         """How far the present step is."""
         return Progress("running") if self._gauge is None else self._gauge()

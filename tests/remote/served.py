@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
+import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 
 from omni_notebook.engine.remote.client import RemoteOmni
 from omni_notebook.protocol import EngineStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.server.serving import Server
@@ -54,6 +58,8 @@ class Rude(ThreadingHTTPServer):
         on_order: called with the handler of each; it may answer, wait, or close the connection.
         on_status: the same for each status that is asked for; at first it answers.
         host: what it says that its machine is called.
+        told: what it tells of itself; None: it has no such path.
+        name: of the engine that it serves, if it tells one.
         silent: while it is set, nothing is answered to a GET.
     """
 
@@ -65,6 +71,8 @@ class Rude(ThreadingHTTPServer):
         self.on_order: Callable[[BaseHTTPRequestHandler], None] = lambda _handler: None
         self.on_status: Callable[[BaseHTTPRequestHandler], None] = _tell_status
         self.host: str | None = socket.gethostname()
+        self.name: str | None = None
+        self.told: dict[str, Any] | None = {"name": "omni-notebook", "version": "0", "pid": 1}
         self.silent, self.freed = threading.Event(), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -76,12 +84,17 @@ class _RudeHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Rude
 
+    def end_headers(self) -> None:
+        if self.server.name is not None:
+            self.send_header("X-Omni-Engine", self.server.name)
+        super().end_headers()
+
     def do_GET(self) -> None:
         if self.server.silent.is_set():
             self.server.freed.wait(30)
             return
-        if self.path == "/v1/omni/version":
-            tell(self, {"name": "omni-notebook", "version": "0", "host": self.server.host, "pid": 1})
+        if self.path == "/v1/omni/version" and self.server.told is not None:
+            tell(self, {**self.server.told, "host": self.server.host})
         elif self.path == "/v1/omni/status":
             self.server.on_status(self)
         else:
@@ -124,3 +137,16 @@ def rude() -> Iterator[Rude]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def certificate(folder: Path) -> Path:
+    """A file with a key and a certificate that nobody vouches for."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=here"]
+    command = ["openssl", *words, "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, capture_output=True, timeout=30, check=True)
+    both = folder / "both.pem"
+    both.write_text(key.read_text() + certificate.read_text())
+    return both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -27,11 +28,12 @@ from omni_notebook.errors import (
 )
 from omni_notebook.protocol import LinkEvent, MemoryState, StateEvent
 from tests.engine.engine_helpers import PROMPT, collect, reset, slow, until
-from tests.remote.served import Contract, rude, serving, tell
+from tests.remote.served import Contract, certificate, rude, serving, tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from http.server import BaseHTTPRequestHandler
+    from pathlib import Path
 
     from tests.remote.served import Rude
 
@@ -108,6 +110,34 @@ def test_a_key_is_asked_for_and_taken(engine: Contract) -> None:
         with RemoteOmni(server.url, "secret") as known:
             assert known.status().model == "demo"
             assert "secret" not in repr(vars(known))
+
+
+def test_the_other_scheme_is_named_where_it_is_spoken(engine: Contract, odd: Rude, tmp_path: Path) -> None:
+    secure = engine.url.replace("http:", "https:")
+    with pytest.raises(ConfigError, match=rf"speaks plain http: connect to {engine.url}; nothing was connected"):
+        RemoteOmni(secure)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate(tmp_path))
+    odd.socket = context.wrap_socket(odd.socket, server_side=True, do_handshake_on_connect=False)
+    with pytest.raises(ConfigError, match=rf"speaks TLS: connect to {odd.url.replace('http:', 'https:')}; nothing"):
+        RemoteOmni(odd.url)
+    with pytest.raises(ServerLostError, match=r"does not answer \(TLS: self.signed certificate\)"):
+        RemoteOmni(odd.url.replace("http:", "https:"))
+
+
+def test_the_loopback_has_another_address_too(engine: Contract) -> None:
+    try:
+        serve = serving(engine.embedded, host="[::1]")
+        with serve as server:
+            assert server.url == f"http://[::1]:{server.port}"
+            for url in (server.url, f"[::1]:{server.port}"):
+                with RemoteOmni(url) as known:
+                    assert (known.url, known.host) == (server.url, None)
+                    assert [ack.ok for ack in asyncio.run(known.sleep([0]))] == [True]
+                    asyncio.run(known.wake_up([0]))
+    except ConfigError as error:
+        assert "can not listen on [::1]:0: Cannot assign requested address" in str(error)  # noqa: PT017
+        pytest.skip("this machine has no IPv6 loopback")
 
 
 def test_what_is_no_such_server_is_refused(odd: Rude, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -38,11 +39,21 @@ from omni_notebook.verbs.registry import execute
 from omni_notebook.verbs.session import Session
 from tests.engine.engine_helpers import rank_fault
 from tests.remote.screen import Screen
-from tests.remote.served import Contract, serving
+from tests.remote.served import Contract, rude, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+STEPS = (
+    "before the first cycle",
+    "warming up",
+    "output before the sleep",
+    "falling asleep",
+    "waking",
+    "output after the wake",
+)
 
 
 @pytest.fixture(scope="module", params=["mp"])
@@ -190,6 +201,49 @@ def test_ctrl_c_calls_a_sleep_off_that_waits_for_requests(session: Session, engi
     assert engine.status().stages[1].state == "AWAKE"
 
 
+def test_the_history_is_the_servers_and_this_machines_is_there_too(
+    session: Session, engine: Contract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acks = execute(session, "sleep 1")
+    execute(session, "wake 1")
+    wrote(session)
+    found = execute(session, f"history --stage painter --session this --limit 2 --json {tmp_path / 'past.json'}")
+    assert [(ack.order, ack.stage_id, ack.pid) for ack in found] == [
+        ("wake", 1, os.getpid()),
+        ("sleep", 1, os.getpid()),
+    ]
+    assert found.newest[1].task_id == acks[0].task_id
+    assert [one["task_id"] for one in json.loads((tmp_path / "past.json").read_text())] == [
+        ack.task_id for ack in found
+    ]
+    assert f"the history of the server at {engine.url}; %omni history --here shows this machine's" in wrote(session)
+    assert "2 ACKs" in repr(found)
+    assert not execute(session, "history --limit 1").complete
+    wrote(session)
+    every = session.engine.history(since="2h")
+    assert len(list(every)) == len(every) >= 2
+    assert f" at {engine.url}" in session.engine.history(since=2e9).title
+    with pytest.raises(ArgumentError, match="rank=-1 is not a whole number"):
+        session.engine.history(rank=-1)
+    monkeypatch.setenv("OMNI_NOTEBOOK_LEDGER", str(tmp_path / "empty.db"))
+    here = execute(session, "history --here")
+    assert "no history yet" in here.title
+    assert wrote(session) == ""
+
+
+def test_where_a_server_tells_no_history_this_machines_is_shown_and_said_to_be_that() -> None:
+    with rude() as old:
+        session = Session(Screen())
+        execute(session, f"connect {old.url}")
+        wrote(session)
+        execute(session, "history --limit 1")
+        assert wrote(session) == (
+            f"this machine's history, not that of the engine at {old.url}: GET {old.url}/v1/omni/history answered 404: "
+            "the server has no such call (an older version?); nothing was changed there\n"
+        )
+        execute(session, "stop")
+
+
 # ---------------------------------------------------------------------------------------- audits
 
 
@@ -204,6 +258,21 @@ def test_an_audit_runs_beside_the_ranks_and_its_result_is_here(session: Session,
     assert json.loads((tmp_path / "a.json").read_text())["verdict"] == "PASS"
     assert "Audit PASS" in (tmp_path / "a.html").read_text()
     assert "audit PASS" in wrote(session)
+
+
+def test_an_audit_there_shows_the_steps_that_one_here_shows(session: Session, engine: Contract) -> None:
+    told: list[tuple[str, float | None]] = []
+    body = {"stage_ids": [0], "level": 1, "cycles": 2, "sampling_params": {"num_inference_steps": 1}}
+    answer = session.engine.submit(session.engine.audit_there(body, lambda *now: told.append(now))).result(60)
+    assert answer["verdict"] == "PASS"
+    assert {label for label, _ in told} <= {f"cycle {cycle} of 2: {step}" for cycle in (1, 2) for step in STEPS}, told
+    assert [share for _, share in told if share == 0.5]
+    job = execute(session, "audit 0 --level 1 --steps 1 --cycles 300 --bg")
+    deadline = time.monotonic() + 20
+    while not re.search(r"cycle [2-9] of 300: ", job.progress.label) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert job.progress.fraction > 0
+    job.cancel()
 
 
 def test_an_audit_is_refused_there_as_it_is_here(session: Session) -> None:
@@ -258,8 +327,6 @@ def test_a_borrow_on_another_machine_claims_no_memory_for_this_one(
     assert "of stage 0, all of it on gpu-7, not here · " in said
     assert "the code's own peak here 6" in said
     assert "MORE than was borrowed" not in said
-    execute(session, "history")
-    assert f"this machine's history; the engine at {engine.url} keeps its own on gpu-7" in wrote(session)
 
 
 def test_a_folder_of_another_machine_is_not_looked_for_here(

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import socket
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -63,9 +64,10 @@ def test_an_audit_gives_its_verdict_its_record_and_its_pictures(http: httpx.Clie
 def test_an_audit_sleeps_at_level_1_unless_it_is_told_otherwise_and_takes_the_seed_from_either_place(
     http: httpx.Client,
 ) -> None:
-    body = {"stage_ids": [1], "sampling_params": {"num_inference_steps": 3, "seed": 5}}
+    body = {"stage_ids": ["painter"], "sampling_params": {"num_inference_steps": 3, "seed": 5}}
     report = http.post(PATH, json=body).json()["report"]
     assert (report["level"], report["seed"], report["cycles_asked"]) == (1, 5, 1)
+    assert {rank["stage_id"] for rank in report["cycles"][0]["ranks"]} == {1}
 
 
 @pytest.mark.parametrize(
@@ -156,3 +158,78 @@ def test_the_servers_end_ends_an_audit_with_its_stages_awake(engine: AsyncOmni) 
     assert "the audit ended early; the stages are awake as before" in answer.json()["error"]["message"]
     assert states(engine) == ["AWAKE", "AWAKE"]
     assert not auditing(server)
+
+
+# ------------------------------------------------------------------------------------ as it goes on
+
+EVENTS = {"Accept": "text/event-stream"}
+
+
+def test_an_audit_tells_how_far_it_is_and_ends_with_the_answer_of_one_that_does_not(http: httpx.Client) -> None:
+    from httpx_sse import connect_sse
+
+    with connect_sse(http, "POST", PATH, json={**QUICK, "cycles": 2}) as source:
+        assert source.response.status_code == 200
+        heard = [(event.event, json.loads(event.data)) for event in source.iter_sse()]
+    kinds = [kind for kind, _ in heard]
+    assert kinds == ["progress"] * (len(heard) - 1) + ["result"]
+    told = [data for kind, data in heard if kind == "progress"]
+    assert "cycle 2 of 2: falling asleep" in {data["label"] for data in told}
+    assert all(one != another for one, another in pairwise(told))  # only what changed
+    shares = [data["fraction"] for data in told]
+    assert shares == sorted(shares)
+    assert {0.0, 0.5} <= set(shares) <= {0.0, 0.5, 1.0}
+    result = heard[-1][1]
+    assert result.keys() == http.post(PATH, json=QUICK).json().keys()
+    assert (result["verdict"], result["report"]["cycles_asked"]) == ("PASS", 2)
+
+
+def test_what_is_refused_has_its_status_though_events_were_asked_for(http: httpx.Client, engine: AsyncOmni) -> None:
+    asyncio.run(engine.sleep([1]))
+    answer = http.post(PATH, json=QUICK, headers=EVENTS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "ASLEEP")
+    assert http.post(PATH, json={**QUICK, "level": 3}, headers=EVENTS).status_code == 422
+
+
+def test_who_leaves_the_events_ends_the_audit_with_its_stages_awake(
+    http: httpx.Client, server: Server, engine: AsyncOmni
+) -> None:
+    with http.stream("POST", PATH, json=LONG, headers=EVENTS) as response:
+        lines = response.iter_lines()  # its end would be the response's
+        assert next(lines) == "event: progress"
+        asyncio.run(asleep(engine))
+    asyncio.run(until(lambda: not auditing(server)))
+    assert states(engine) == ["AWAKE", "AWAKE"]
+
+
+def test_an_audit_that_fails_half_way_ends_with_an_error_event(http: httpx.Client, engine: AsyncOmni) -> None:
+    from httpx_sse import connect_sse
+
+    with connect_sse(http, "POST", PATH, json=LONG) as source:
+        heard = source.iter_sse()
+        assert next(heard).event == "progress"
+        asyncio.run(until(lambda: states(engine)[1] == "AWAKE"))
+        engine._loop.call(lambda: engine._core.stages[1].fail(RuntimeError("for this test")))
+        last = [event for event in heard if event.event != "progress"]
+    assert [event.event for event in last] == ["error"]
+    assert json.loads(last[0].data)["status"] == "ERROR"
+    assert "stage 1" in json.loads(last[0].data)["error"]["message"]
+
+
+def test_the_servers_end_is_the_last_event_of_an_audit(engine: AsyncOmni) -> None:
+    import httpx
+    from httpx_sse import connect_sse
+
+    from omni_notebook.server.serving import Server
+    from omni_notebook.server.settings import ServerSettings
+
+    server = Server(engine, ServerSettings(port=0))
+    server.start()
+    with httpx.Client(timeout=60) as http, connect_sse(http, "POST", f"{server.url}{PATH}", json=LONG) as source:
+        heard = source.iter_sse()
+        next(heard)
+        asyncio.run(asleep(engine))
+        server.stop()
+        last = list(heard)[-1]
+    assert (last.event, json.loads(last.data)["error"]["code"]) == ("error", "ENDED")
+    assert states(engine) == ["AWAKE", "AWAKE"]

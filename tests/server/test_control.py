@@ -71,6 +71,22 @@ def test_the_state_is_the_engines_whoever_orders(http: httpx.Client, engine: Asy
     assert http.get("/v1/omni/status").json()["stages"][1]["state"] == "AWAKE"
 
 
+def test_stages_go_by_number_or_by_name(http: httpx.Client, engine: AsyncOmni) -> None:
+    def acked(order: str, *stages: int | str) -> list[int]:
+        return [ack["stage_id"] for ack in http.post(f"/v1/omni/{order}", json={"stage_ids": stages}).json()["acks"]]
+
+    assert acked("sleep", "painter") == [1, 1]
+    assert acked("wakeup", "thinker", 1, "painter") == [0, 1, 1]
+    assert http.post("/v1/omni/pause", json={"mode": "keep", "stage_ids": ["painter"]}).status_code == 200
+    assert [str(stage.pause_state) for stage in engine.status().stages] == ["OPEN", "PAUSED"]
+    assert http.post("/v1/omni/resume", json={"stage_ids": ["painter"]}).status_code == 200
+    folder = {"path": str(DEMO_FOLDER / "thinker"), "version": "by-name"}
+    assert http.post("/v1/omni/weights", json={"stage_id": "thinker", **folder}).json()["weight_version"] == "by-name"
+    by_name = http.get("/v1/omni/logs", params={"stage_id": "painter"})
+    assert by_name.json() == http.get("/v1/omni/logs", params={"stage_id": 1}).json()
+    assert http.get("/v1/omni/logs", params={"stage_id": "nobody"}).status_code == 422
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
@@ -78,6 +94,11 @@ def test_the_state_is_the_engines_whoever_orders(http: httpx.Client, engine: Asy
         ("sleep", {"level": "1"}, "body.level: Input should be 1 or 2"),
         ("sleep", {"stages": [0]}, "body.stages: there is no such field"),
         ("sleep", {"stage_ids": [7]}, "there is no stage 7"),
+        ("sleep", {"stage_ids": ["thinkr"]}, "there is no stage 'thinkr'; this engine has 0 (thinker), 1 (painter)"),
+        ("wakeup", {"stage_ids": [0, "1"]}, "there is no stage '1'; this engine has 0 (thinker), 1 (painter)"),
+        ("restart", {"stage_id": "all"}, "there is no stage 'all'; this engine has 0 (thinker), 1 (painter)"),
+        ("sleep", {"stage_ids": [True]}, "body.stage_ids.0"),
+        ("sleep", {"stage_ids": "thinker"}, "body.stage_ids: Input should be a valid list"),
         ("sleep", {"stage_ids": []}, "body.stage_ids: List should have at least 1 item"),
         ("sleep", {"timeout": 0}, "body.timeout: Input should be greater than or equal to 0.001"),
         ("sleep", {"mode": "now"}, "body.mode: Input should be 'abort', 'wait' or 'keep'"),

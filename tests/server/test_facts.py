@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import omni_notebook
-from omni_notebook.errors import OutOfMemoryError, RemoteWorkerError, SleepError, StageBusyError, WorkerDiedError
+from omni_notebook.errors import (
+    LedgerError,
+    OutOfMemoryError,
+    RemoteWorkerError,
+    SleepError,
+    StageBusyError,
+    WorkerDiedError,
+)
 from omni_notebook.protocol import AckMetadata, OmniACK
 from tests import adapters
-from tests.engine.engine_helpers import PROMPT, collect, until
+from tests.engine.engine_helpers import PROMPT, collect, slow, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,10 +111,72 @@ def test_an_adapter_is_used_and_pinned_by_its_number(http: httpx.Client, engine:
     assert "there is no adapter 3; adapters are: none; call add_lora(request)" in absent.json()["error"]["message"]
 
 
+def test_an_order_for_another_engine_is_refused_and_changes_nothing(http: httpx.Client, engine: AsyncOmni) -> None:
+    name = http.get("/v1/omni/status").headers["X-Omni-Engine"]
+    meant = {"X-Omni-Engine": "7.0@elsewhere"}
+    refused = http.post("/v1/omni/sleep", json={"stage_ids": [0]}, headers=meant)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "OTHER_ENGINE")
+    assert refused.json()["error"]["message"] == (
+        f"this was meant for the engine 7.0@elsewhere; {name} answers here now. Nothing was changed"
+    )
+    assert engine.status().stages[0].state == "AWAKE"
+    assert http.get("/v1/omni/status", headers=meant).status_code == 200  # whoever looks may look
+    assert http.post("/v1/omni/resume", headers={"X-Omni-Engine": name}).status_code == 200
+
+
+def test_the_history_is_the_ledgers_newest_first(
+    http: httpx.Client, engine: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(**query: object) -> list[dict[str, Any]]:
+        answer = http.get("/v1/omni/history", params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["acks"]
+
+    acks = http.post("/v1/omni/sleep", json={"stage_ids": ["painter"]}).json()["acks"]
+    http.post("/v1/omni/wakeup", json={})
+    past = told(stage="painter", session="this", limit=4)
+    assert [(one["order"], one["stage_id"]) for one in past] == [("wake", 1)] * 2 + [("sleep", 1)] * 2
+    assert {one["task_id"] for one in past[2:]} == {acks[0]["task_id"]}
+    assert {one["rank"] for one in told(stage=1, rank=1)} == {1}
+    assert told(since=time.time() + 60) == told(since="2999-01-01") == []
+    for query in ({"stage": "nobody"}, {"since": "soon"}, {"limit": 0}, {"session": "x"}, {"rank": "-1"}):
+        assert http.get("/v1/omni/history", params=query).status_code == 422, query
+    monkeypatch.setenv("OMNI_NOTEBOOK_LEDGER", "off")
+    refused = http.get("/v1/omni/history")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (501, LedgerError.error_code)
+    assert "no history is kept" in refused.json()["error"]["message"]
+
+
+def test_whether_an_order_is_under_way_is_told_by_its_name(http: httpx.Client, engine: AsyncOmni) -> None:
+    named = {"X-Omni-Order": "abc"}
+
+    def under_way() -> bool:
+        return bool(http.get("/v1/omni/version", headers=named).json()["order"])
+
+    async def scenario() -> None:
+        with slow(engine, 1, 0.5, "prepare_sleep"):
+            order = asyncio.create_task(
+                asyncio.to_thread(http.post, "/v1/omni/sleep", json={"stage_ids": [1]}, headers=named)
+            )
+            await until(lambda: engine.status().stages[1].state == "FALLING_ASLEEP")
+            assert await asyncio.to_thread(under_way)
+            assert (await order).status_code == 200
+        assert not await asyncio.to_thread(under_way)
+
+    assert not under_way()
+    asyncio.run(scenario())
+    assert http.post("/v1/omni/sleep", json={"level": 3}, headers=named).status_code == 422
+    assert not under_way()
+
+
 def test_the_version_says_who_serves_and_where(http: httpx.Client) -> None:
-    assert http.get("/v1/omni/version").json() == {
+    answer = http.get("/v1/omni/version")
+    name = answer.headers["X-Omni-Engine"]
+    assert name.partition(".")[0] == str(os.getpid())
+    assert answer.json() == {
         "name": "omni-notebook",
         "version": omni_notebook.__version__,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "engine": name,
     }

@@ -46,6 +46,17 @@ def test_settings_that_can_not_be_meant_are_refused(known: dict[str, Any]) -> No
         ServerSettings(**known)
 
 
+def test_an_ipv6_address_may_have_the_brackets_of_a_url() -> None:
+    bracketed = ServerSettings(host="[::1]")
+    assert (bracketed.host, bracketed.is_loopback) == ("::1", True)
+    assert "[::1]" in bracketed.hosts
+    with pytest.raises(ConfigError, match="'::' can be reached from other machines: give --api-key"):
+        ServerSettings(host="[::]")
+    for host in ("[::1", "::1]", "[localhost]", "[127.0.0.1]", "[]"):
+        with pytest.raises(ConfigError, match="is no address: brackets hold an IPv6 one"):
+            ServerSettings(host=host)
+
+
 def test_a_key_is_never_shown() -> None:
     assert "s3cret" not in repr(ServerSettings(api_key="s3cret"))
 

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import time
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec
 
 from omni_notebook.engine.events import EventHub
 from omni_notebook.engine.loop import EngineLoop, awaited
+from omni_notebook.engine.remote import history
 from omni_notebook.engine.remote.address import SHORT_S, Address
 from omni_notebook.engine.remote.closing import Closer
 from omni_notebook.engine.remote.decoding import error_of
 from omni_notebook.engine.remote.following import Follower
 from omni_notebook.engine.remote.line import UNCHANGED, Line
+from omni_notebook.engine.remote.peers import Named, Peer
 from omni_notebook.engine.remote.servers import OMNI, is_here, meet
 from omni_notebook.engine.scoped import Scoped
 from omni_notebook.errors import EngineClosedError, ServerLostError, UnsupportedError
 from omni_notebook.paths import expanded
-from omni_notebook.protocol import EngineStatus
+from omni_notebook.protocol import EngineStatus, LinkEvent
 
 if TYPE_CHECKING:
+    import datetime as dt
     from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
 
     from omni_notebook.engine.events import Subscription
+    from omni_notebook.engine.history import History
     from omni_notebook.engine.remote.line import Answer
     from omni_notebook.engine.remote.servers import Server
 
@@ -41,16 +48,17 @@ class Connection(Scoped):
         self._last: EngineStatus | None = None
         self._hub = EventHub()
         self._loop = EngineLoop("omni-remote")
-        self._line = Line(self._address)
+        self._peer = Peer(self.url, self._came)
+        self._line = Line(self._address, self._peer)
         self._follower = Follower(self._line, self._hub)
         self._looking = EngineLoop("omni-remote-status")  # a status must not wait for what runs on the other loop
-        self._look = Line(self._address)
+        self._look = Line(self._address, self._peer)
         ends = ((self._loop, (self._follower.end, self._line.close)), (self._looking, (self._look.close,)))
         self._closer = Closer(self._hub, ends)
         weakref.finalize(self, self._closer.collected)
         try:
             self._server: Server = self._looked(meet(self._look), tries=4)
-            self.host: str | None = None if is_here(self._server, self._line) else self._server.host or self.url
+            self.host: str | None = self._machine()
             self.status()
         except BaseException:
             self.shutdown()
@@ -64,8 +72,25 @@ class Connection(Scoped):
         """
         if self._closer.closed:
             return _ended(self._last, self.url)
-        self._last = status = self._looked(self._server.status(self._look))
+        status = self._looked(self._server.status(self._look))
+        self._last = status = msgspec.structs.replace(status, notes=(*status.notes, *self.news))
         return status
+
+    @property
+    def news(self) -> tuple[str, ...]:
+        """What a person should know of the engine there, as far as this side has heard; nobody is asked."""
+        return () if self._peer.note is None else (self._peer.note,)
+
+    def _came(self, name: str, told: str) -> None:
+        """Another engine answers: it is this connection's from now on."""
+        found = Named.read(name)
+        self._server.pid, self._server.host = found.pid, found.host or None
+        self.host = self._machine()
+        self._hub.push(LinkEvent(time.time(), connected=True, reason=told, other=True))
+
+    def _machine(self) -> str | None:
+        """The name of the server's machine, None if that is this one."""
+        return None if is_here(self._server, self._line) else self._server.host or self.url
 
     def logs(self, stage_id: int, rank: int = 0, replica: int = 0) -> list[str]:
         """The last lines that a rank's process wrote, newest last. Waits no longer than `status`.
@@ -77,6 +102,30 @@ class Connection(Scoped):
         self._server.has("logs")
         answer = self._looked(self._look.get(f"{OMNI}/logs", stage_id=stage_id, rank=rank, replica=replica))
         return [str(line) for line in answer.body.get("lines") or ()]
+
+    def history(
+        self,
+        stage: int | None = None,
+        rank: int | None = None,
+        since: str | dt.date | dt.timedelta | float | None = None,
+        session: int | Literal["this"] | None = None,
+        errors: bool = False,
+        limit: int | None = None,
+    ) -> History:
+        """Past ACKs in the server's own ledger; as `omni_notebook.history`, with "this" for the server's process.
+
+        Of more than 10,000 the newest. Waits no longer than `status`.
+
+        Raises:
+            ArgumentError: an argument is wrong.
+            LedgerError: no history is kept there, or it can not be read.
+            ServerLostError: the server does not answer.
+            UnsupportedError: it is one that tells none.
+        """
+        self._check_open()
+        self._server.has("history")
+        wanted = history.checked(stage, rank, since, session, errors, limit)
+        return self._looked(history.asked(self._look, **wanted))
 
     def subscribe(self) -> Subscription:
         """An async iterator of events from now on; a `LinkEvent` where the connection breaks and is there again.

@@ -31,6 +31,9 @@ _OF_CODE = {kind.error_code: kind for kind in _kinds() if kind.error_code != err
 _OF_CODE["ENDED"] = errors.EngineClosedError
 
 
+_NO_SUCH_CALL = frozenset({404, 405})
+
+
 def object_of(content: bytes) -> dict[str, Any]:
     """The JSON object that an answer's body is; empty if it is none."""
     try:
@@ -50,6 +53,9 @@ def error_of(status: int, content: bytes, where: str) -> Exception:
     """
     body = object_of(content)
     found = body.get("error")
+    if status in _NO_SUCH_CALL and not (isinstance(found, dict) and found.get("code") not in {None, "HTTP"}):
+        msg = f"{where} answered {status}: the server has no such call (an older version?); nothing was changed there"
+        return errors.UnsupportedError(msg)
     if not isinstance(found, dict) or not isinstance(found.get("message"), str):
         told = body.get("detail") or content[:MOST_SHOWN].decode(errors="replace").strip() or "nothing more was said"
         return _by_status(status, f"{where} answered {status}: {told}")

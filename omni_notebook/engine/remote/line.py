@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
+import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
@@ -13,18 +16,22 @@ import msgspec
 
 from omni_notebook.engine.remote import forking
 from omni_notebook.engine.remote.decoding import error_of, object_of
+from omni_notebook.engine.remote.peers import NAME_HEADER, ORDER_HEADER, OTHER_ENGINE
 from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, ServerLostError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from omni_notebook.engine.remote.address import Address
+    from omni_notebook.engine.remote.peers import Peer
 
 MARGIN_S = 30.0
 """So much later than an order's own deadline its answer may come: ranks that fail are given a while to go back."""
 PROBE_S = 5.0
 MISSES = 3
 """A server that leaves so many probes in a row without an answer is not waited for any more."""
+SILENT_S = 45.0
+"""A stream of events that brings nothing for so long is lost: servers send something every 15 s."""
 _KEPT_S = 2.0
 """Idle connections are kept for less than servers keep them (5 s), so that none is used that is being closed."""
 _KEEPALIVE = (("SO_KEEPALIVE", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
@@ -32,7 +39,14 @@ _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.
 _GOES_ON = """\
 it may go on there, and was not sent again. engine.status() (%omni status) shows what came of it once it \
 answers"""
+_EVENTS = {"Accept": "text/event-stream"}
 _ENDS = "it ends there with its client, and was not sent again"
+_OTHER = "another engine answers there now"
+_NOT_THERE = "the server answers, and does not have it under way"
+_KNOWN = {
+    _OTHER: "what came of it is not known, and it was not sent again",
+    _NOT_THERE: "it has ended, or never arrived, and was not sent again. engine.status() (%omni status) shows which",
+}
 VERSION = "/v1/omni/version"
 UNCHANGED = "nothing was changed there. Once it answers again this connection goes on; %omni stop leaves it"
 
@@ -49,14 +63,43 @@ class Answer(NamedTuple):
         return object_of(self.content)
 
 
+@dataclass(slots=True)
+class Waiting:
+    """An order, or a stream, that is waited for.
+
+    Attributes:
+        what: for people.
+        timeout: its own bound, seconds.
+        meant: the engine that it is for; where another one answers, that one does not have it.
+        streamed: its answer comes in pieces, and ends with its client.
+        name: by which the server knows it.
+        response: once its head is there.
+        looks: it is no order.
+    """
+
+    what: str
+    timeout: float | None = None
+    meant: str | None = None
+    streamed: bool = False
+    name: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    response: httpx.Response | None = None
+    looks: bool = False
+
+    @property
+    def received(self) -> int:
+        """Bytes of the answer so far."""
+        return 0 if self.response is None else self.response.num_bytes_downloaded
+
+
 class Line:
     """One client of a server; everything but the constructor belongs to one event loop.
 
     It connects directly: proxies that the environment names are not used.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, peer: Peer) -> None:
         self._address = address
+        self._peer = peer
         self._client: httpx.AsyncClient | None = None
         self._busy: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -116,54 +159,77 @@ class Line:
             ServerLostError: nobody listens, or the server went away; says whether the order may go on.
             DeadlineError: the server is there and has not answered by its own bound and `MARGIN_S`.
         """
-        content = None if body is None else as_json(body)
-        headers = None if content is None else {"Content-Type": "application/json"}
+        content, wait = None if body is None else as_json(body), Waiting(what, timeout, self._peer.name)
         try:
-            async with self.watched(what, timeout):
-                response = await self._http().request(method, path, content=content, headers=headers)
+            async with (
+                self.watched(wait),
+                self._http().stream(method, path, content=content, headers=_head(content, wait)) as response,
+            ):
+                wait.response = response
+                answer = Answer(response.status_code, await response.aread())
         except httpx.HTTPError as error:
-            raise self.lost(what, error) from None
-        return Answer(response.status_code, response.content)
+            raise self.lost(wait, error) from None
+        self._check_given(what, answer)
+        return answer
+
+    def _check_given(self, what: str, answer: Answer) -> None:
+        """Return if the order reached the engine that it was meant for.
+
+        Raises:
+            ServerLostError: another one answered, and did nothing.
+        """
+        refused = answer.body.get("error") if answer.status == httpx.codes.CONFLICT else None
+        if isinstance(refused, dict) and refused.get("code") == OTHER_ENGINE:
+            msg = f"{self._peer.note or _OTHER}. The {what} was not given to this one: call again if it is meant"
+            raise ServerLostError(msg)
 
     @contextlib.asynccontextmanager
     async def stream(
         self, what: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
     ) -> AsyncIterator[httpx.Response]:
-        """An answer that comes in pieces: a GET, or with a body a POST. Raises what `order` raises, also within."""
+        """An answer that comes in pieces: a GET, or with a body a POST. Raises what `order` raises, also within.
+
+        Of a GET, a stream of events, something comes every 15 s: its silence is its end.
+        """
         method, content = ("GET", None) if body is None else ("POST", as_json(body))
-        headers = None if content is None else {"Content-Type": "application/json"}
+        looks = body is None
+        wait = Waiting(what, timeout, None if looks else self._peer.name, streamed=True, looks=looks)
+        quiet = httpx.Timeout(None, connect=self._address.short_s, read=SILENT_S if looks else None)
+        head = ({} if looks else _head(content, wait)) | _EVENTS
         try:
             async with (
-                self.watched(what, timeout, streamed=True),
-                self._http().stream(method, path, content=content, headers=headers) as response,
+                self.watched(wait),
+                self._http().stream(method, path, content=content, headers=head, timeout=quiet) as response,
             ):
+                wait.response = response
+                if response.status_code == httpx.codes.CONFLICT:
+                    self._check_given(what, Answer(response.status_code, await response.aread()))
                 yield response
+        except httpx.ReadTimeout:
+            raise self.lost(wait, TimeoutError(f"nothing came for {SILENT_S:g} s")) from None
         except httpx.HTTPError as error:
-            raise self.lost(what, error, streamed=True) from None
+            raise self.lost(wait, error) from None
 
-    def lost(self, what: str, error: Exception, *, streamed: bool = False) -> ServerLostError:
+    def lost(self, wait: Waiting, error: Exception) -> ServerLostError:
         """Whether it was sent, and what may be true now."""
         url = self._address.url
         if isinstance(error, _NOT_SENT):
-            return ServerLostError(f"nobody answers at {url} ({_why(error)}): the {what} was not sent")
-        goes = _ENDS if streamed else _GOES_ON
-        return ServerLostError(f"the connection to {url} was lost during the {what} ({_why(error)}): {goes}")
+            return ServerLostError(f"nobody answers at {url} ({_why(error)}): the {wait.what} was not sent")
+        goes = _KNOWN.get(str(error)) or (_ENDS if wait.streamed else _GOES_ON)
+        return ServerLostError(f"the connection to {url} was lost during the {wait.what} ({_why(error)}): {goes}")
 
     # --------------------------------------------------------------------------------- watching
 
     @contextlib.asynccontextmanager
-    async def watched(self, what: str, timeout: float | None, *, streamed: bool = False) -> AsyncIterator[None]:
-        """A wait that ends when the server is gone, or `MARGIN_S` after the order's own bound."""
-        task, dead = asyncio.current_task(), asyncio.Event()
+    async def watched(self, wait: Waiting) -> AsyncIterator[None]:
+        """A wait that ends when nothing can come of it any more, or `MARGIN_S` after the order's own bound."""
+        task, why, timeout = asyncio.current_task(), "", wait.timeout
         bound = asyncio.timeout(None if timeout is None else timeout + MARGIN_S)
         assert task is not None  # noqa: S101  (coroutines run in tasks)
 
         async def watch() -> None:
-            misses = 0
-            while misses < MISSES:
-                await asyncio.sleep(PROBE_S)
-                misses = 0 if await self._is_there() else misses + 1
-            dead.set()
+            nonlocal why
+            why = await self._in_vain(wait)
             task.cancel()
 
         watching = asyncio.create_task(watch(), name="omni-remote-watch")
@@ -172,15 +238,31 @@ class Line:
                 async with bound:
                     yield
         except asyncio.CancelledError:
-            if dead.is_set() and task.uncancel() <= 0:
-                raise self.lost(what, TimeoutError(f"no answer to {MISSES} probes"), streamed=streamed) from None
+            if why and task.uncancel() <= 0:
+                raise self.lost(wait, TimeoutError(why)) from None
             raise
         except TimeoutError:
             if timeout is None or not bound.expired():
                 raise
-            raise DeadlineError(self._too_long(what, timeout)) from None
+            raise DeadlineError(self._too_long(wait.what, timeout)) from None
         finally:
             watching.cancel()
+
+    async def _in_vain(self, wait: Waiting) -> str:
+        """Why nothing can come any more, as soon as that is so."""
+        misses = gone = 0
+        received = -1
+        while not (wait.meant and self._peer.name != wait.meant):
+            await asyncio.sleep(PROBE_S)
+            there = await self._probed(wait)
+            misses = misses + 1 if there is None else 0
+            gone = gone + 1 if there is False and wait.received == received else 0
+            received = wait.received
+            if misses >= MISSES:
+                return f"no answer to {MISSES} probes"
+            if gone >= MISSES:
+                return _NOT_THERE
+        return _OTHER
 
     def _too_long(self, what: str, timeout: float) -> str:
         return (
@@ -188,14 +270,14 @@ class Line:
             "may go on there. engine.status() (%omni status) shows what came of it"
         )
 
-    async def _is_there(self) -> bool:
-        """Whether the server answers at all."""
+    async def _probed(self, wait: Waiting) -> bool | None:
+        """Whether the order is under way there, as far as the server tells; None: it does not answer."""
         try:
             async with asyncio.timeout(PROBE_S):
-                await self._http().get(VERSION)
+                answer = await self._http().get(VERSION, headers={} if wait.looks else {ORDER_HEADER: wait.name})
         except (TimeoutError, httpx.HTTPError):
-            return False
-        return True
+            return None
+        return object_of(answer.content).get("order") is not False
 
     # ------------------------------------------------------------------------------- the client
 
@@ -222,9 +304,12 @@ class Line:
                 headers=self._address.headers,
                 timeout=httpx.Timeout(None, connect=self._address.short_s),
                 transport=_transport(),
-                event_hooks={"request": [_traced]},
+                event_hooks={"request": [_traced], "response": [self._heard]},
             )
         return self._client
+
+    async def _heard(self, response: httpx.Response) -> None:
+        self._peer.heard(response.headers)
 
     async def close(self) -> None:
         """Call off what waits, and close every connection."""
@@ -240,6 +325,13 @@ class Line:
 
 async def _traced(request: httpx.Request) -> None:
     request.extensions["trace"] = forking.note
+
+
+def _head(content: bytes | None, wait: Waiting) -> dict[str, str]:
+    """What an order says of its body, of itself, and of the engine that it is for."""
+    kind = {} if content is None else {"Content-Type": "application/json"}
+    meant = {} if wait.meant is None else {NAME_HEADER: wait.meant}
+    return {**kind, **meant, ORDER_HEADER: wait.name}
 
 
 def _transport() -> httpx.AsyncHTTPTransport:
@@ -280,6 +372,8 @@ def _why(error: BaseException) -> str:
     """What the operating system says of it; else what the exception says, or its name."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, ssl.SSLError):  # its number is of another list than the system's
+            return f"TLS: {getattr(cause, 'verify_message', '') or cause.reason or cause}"
         if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:  # below 0: of getaddrinfo
             return os.strerror(cause.errno)
         cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__ or cause.__context__

@@ -10,7 +10,8 @@ from httpx_sse import EventSource
 
 from omni_notebook.engine.answers import failure
 from omni_notebook.engine.remote.decoding import acks_of, error_of, output_of
-from omni_notebook.engine.remote.line import VERSION, Answer
+from omni_notebook.engine.remote.line import VERSION, Answer, Waiting
+from omni_notebook.engine.remote.schemes import other_scheme
 from omni_notebook.errors import ConfigError, ServerLostError, SleepError, WakeError
 from omni_notebook.protocol import EngineStatus
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniACK, OmniRequestOutput
 
 OMNI = "/v1/omni"
-_OK = 200
+_OK, _BAD = 200, 400
 _NOBODY = "is a server running there (omni-notebook serve MODEL)? Nothing was connected"
 _ERRORS = {"sleep": SleepError, "wake": WakeError}
 
@@ -29,13 +30,10 @@ _ERRORS = {"sleep": SleepError, "wake": WakeError}
 class Server(Protocol):
     """What `RemoteOmni` asks of whoever answers there."""
 
-    @property
-    def host(self) -> str | None:
-        """The name of its machine; None where it did not say."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process on that machine; None where it did not say."""
+    host: str | None
+    """The name of its machine; None where it did not say."""
+    pid: int | None
+    """Its process on that machine; None where it did not say."""
 
     def has(self, what: str) -> None:
         """Return if the server has this call; `what` is named to people.
@@ -114,7 +112,7 @@ class Cockpit:
                 yield output
                 if output.finished:
                     return
-        raise line.lost(what, EOFError("the stream ended before the request had"), streamed=True)
+        raise line.lost(Waiting(what, streamed=True), EOFError("the stream ended before the request had"))
 
 
 def _read(line: Line, what: str, data: str) -> OmniRequestOutput:
@@ -158,7 +156,13 @@ async def meet(line: Line) -> Server:
     """
     from omni_notebook.engine.remote.plain import Plain  # noqa: PLC0415  (it needs this module)
 
-    answer = await line.ask("GET", VERSION, now=_NOBODY)
+    try:
+        answer = await line.ask("GET", VERSION, now=_NOBODY)
+    except ServerLostError:
+        await _check_scheme(line)
+        raise
+    if answer.status == _BAD:
+        await _check_scheme(line)
     _check_key(line, answer)
     if answer.status == _OK and answer.body.get("name") == "omni-notebook":
         return Cockpit(answer.body)
@@ -176,6 +180,19 @@ async def meet(line: Line) -> Server:
         f"{answer.status} and GET /v1/models with {models.status}{f' ({said})' if said else ''}; nothing was connected"
     )
     raise ConfigError(msg)
+
+
+async def _check_scheme(line: Line) -> None:
+    """Return unless the other scheme is spoken there.
+
+    Raises:
+        ConfigError: names the URL that has it.
+    """
+    other = await other_scheme(line.address)
+    if other is not None:
+        speaks = "TLS" if other.startswith("https") else "plain http"
+        msg = f"the server at {line.address.url} speaks {speaks}: connect to {other}; nothing was connected"
+        raise ConfigError(msg)
 
 
 def _check_key(line: Line, answer: Answer) -> None:

@@ -6,12 +6,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.engine import arguments
+from omni_notebook.engine.remote.auditing import audited
 from omni_notebook.engine.remote.bounds import bound
 from omni_notebook.engine.remote.connection import Connection
+from omni_notebook.engine.remote.servers import OMNI
 from omni_notebook.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class UpkeepCalls(Connection):
@@ -55,18 +57,21 @@ class UpkeepCalls(Connection):
 
     # -------------------------------------------------------------------------------- audits
 
-    async def audit_there(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def audit_there(
+        self, body: dict[str, Any], told: Callable[[str, float | None], None] | None = None
+    ) -> dict[str, Any]:
         """Have the server audit its engine, beside the ranks; what it answers.
 
         Leaving ends the audit there, which wakes the stages first.
 
         Args:
             body: of `POST /v1/omni/audit`.
+            told: called with how far it is, a label and a share of the whole, as often as that changes.
         """
 
         async def run() -> dict[str, Any]:
             self._server.has("audit")
-            return (await self._order("audit", "/audit", body)).body
+            return await audited(self._line, f"{OMNI}/audit", body, told or _nobody)
 
         return await self._run(run)
 
@@ -90,3 +95,7 @@ class UpkeepCalls(Connection):
             await self._line.get("/health")
 
         await self._run(run)
+
+
+def _nobody(_label: str, _share: float | None) -> None:
+    return None

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from omni_notebook.protocol import AckEvent, MemoryState, PauseState, StateEvent
+from omni_notebook.protocol import AckEvent, LinkEvent, MemoryState, PauseState, StateEvent
 
 if TYPE_CHECKING:
     from omni_notebook.protocol import Event, OmniACK
@@ -59,11 +59,11 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A stage failed, was restarted, paused or opened."""
+    """A stage failed, was restarted, paused or opened; without a stage: the way to a server broke, or is there."""
 
     time_s: float
     at_s: float
-    stage_id: int
+    stage_id: int | None
     words: str
     failed: bool
 
@@ -108,13 +108,21 @@ class Log:
 
     def take(self, event: Event, at_s: float) -> None:
         """Take an event that arrived at `at_s` of the chart's clock; samples and requests are not kept."""
-        if isinstance(event, AckEvent):
+        if isinstance(event, LinkEvent):
+            self._link(event, at_s)
+        elif isinstance(event, AckEvent):
             self._answer(event, at_s)
         elif isinstance(event, StateEvent):
             self._move(event, at_s)
         else:
             return
         self.count += 1
+
+    def _link(self, event: LinkEvent, at_s: float) -> None:
+        self.moves.append(Moved(event.time_s, at_s, None, event.reason, failed=not event.connected))
+        if event.other:  # what its ranks answered is nothing of this one's
+            for known in (self._last, self._last_sleep, self._since, self._before):
+                known.clear()
 
     def _answer(self, event: AckEvent, at_s: float) -> None:
         known = self._orders.get(event.ack.task_id)

@@ -309,7 +309,8 @@ def _clock(time_s: float) -> str:
 
 def _move_row(move: Moved) -> str:
     words = f"{'✗ ' if move.failed else ''}{hints.in_verbs(move.words)}"
-    return _row(_clock(move.time_s), "event", f"stage {move.stage_id}", words, wrong=move.failed)
+    who = "server" if move.stage_id is None else f"stage {move.stage_id}"
+    return _row(_clock(move.time_s), "event", who, words, wrong=move.failed)
 
 
 def _order_rows(answered: Answered) -> str:

@@ -18,7 +18,7 @@ from omni_notebook.notebook.dashboard.devices import DeviceProbe
 from omni_notebook.notebook.dashboard.drawing import Drawer, Note, View
 from omni_notebook.notebook.dashboard.log import Log
 from omni_notebook.notebook.dashboard.series import Clock, Key, Timeline
-from omni_notebook.protocol import AckEvent, StateEvent
+from omni_notebook.protocol import AckEvent, LinkEvent, StateEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ class Sampler:
             self._heard_all.set()
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, AckEvent | StateEvent):  # memory and requests come with the next status
+        if isinstance(event, AckEvent | StateEvent | LinkEvent):  # memory and requests come with the next status
             self._events.append((event, time.monotonic()))
 
     # --------------------------------------------------------------------------------- listeners

@@ -37,12 +37,13 @@ class AuditThere:
         self._engine = engine
         self._plan = plan
         self._wait = wait
+        self._told: Progress | None = None
 
     def run(self) -> AuditResult:
         """Have it carried out; whoever is interrupted leaves, which ends it there."""
         self._plan.stages(self._engine.status())
         sampling_params_from(self._plan.params)
-        future = self._engine.submit(self._engine.audit_there(self._body()))
+        future = self._engine.submit(self._engine.audit_there(self._body(), self._tell))
         try:
             return result_of(self._wait(future, self.progress))
         except KeyboardInterrupt:
@@ -62,8 +63,13 @@ class AuditThere:
             "probe_bytes": plan.probe_bytes or None,
         }
 
+    def _tell(self, label: str, share: float | None) -> None:
+        self._told = Progress(label, share)
+
     def progress(self) -> Progress:
-        """What the stages do there; which cycle it is the server does not tell."""
+        """Which step of which cycle, as the server tells it; of one that does not, what the stages do there."""
+        if self._told is not None:
+            return self._told
         with contextlib.suppress(OmniError):
             now = hints.pick(self._engine.status(), self._plan.stage_ids)
             return Progress(f"auditing at {self._engine.url}: {', '.join(map(hints.named_state, now))}")

@@ -37,6 +37,7 @@ class Summer:
 
     def __init__(self, device: torch.device) -> None:
         self._gathered = torch.empty((_GATHERED, CHUNK), dtype=torch.uint8, device=device)
+        self._rests: list[torch.Tensor] = []
         self._waiting: list[int] = []
         self._n_rows = 0
         self._tables: dict[torch.device, tuple[ChunkSums, list[int]]] = {}
@@ -60,17 +61,19 @@ class Summer:
         return list(range(self._n_rows - count, self._n_rows))
 
     def _gather(self, rest: torch.Tensor) -> None:
-        row = self._gathered[len(self._waiting)]
-        row[: rest.numel()] = rest
-        row[rest.numel() :] = 0
+        self._rests.append(rest)
         self._waiting += self._take(1)
         if len(self._waiting) == _GATHERED:
             self._sum_gathered()
 
     def _sum_gathered(self) -> None:
+        """Sum what waits: zeros around them and all of them side by side, in as few kernels as it goes."""
         if self._waiting:
-            self._sum(self._gathered[: len(self._waiting)].view(-1), self._waiting)
-            self._waiting = []
+            gathered = self._gathered[: len(self._waiting)].zero_()
+            rows = [row[: rest.numel()] for row, rest in zip(gathered, self._rests, strict=True)]
+            torch._foreach_copy_(rows, self._rests)
+            self._sum(gathered.view(-1), self._waiting)
+            self._rests, self._waiting = [], []
 
     def _sum(self, data: torch.Tensor, rows: list[int]) -> None:
         try:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from omni_notebook.memory.arena import CHUNK, no_memory
+from omni_notebook.memory.arena import no_memory
 from omni_notebook.memory.base import PrepareReport, SleepPlan
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
-from omni_notebook.memory.device.tags import WHOLE
+from omni_notebook.memory.device.tags import WHOLE, hull, together
 from omni_notebook.memory.device.unmapping import Unmapping, host_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from omni_notebook.memory.base import UnmapReport
     from omni_notebook.memory.device.copies import CopyPlan
@@ -129,7 +129,7 @@ class DeviceSleeping:
 
     def _read(self, ranges: Sequence[KeptRange]) -> dict[KeptRange, bytearray]:
         """The bytes of ranges; small ones that lie together come in one copy, with what is between them."""
-        groups = [(group, bytearray(_hull(group))) for group in _together(ranges)]
+        groups = [(group, bytearray(hull(group))) for group in together(ranges)]
         try:
             for group, data in groups:
                 self._core.driver.copy(host_address(data), group[0].address, len(data))
@@ -221,25 +221,6 @@ class DeviceSleeping:
 
     def _from_copy(self, kept: KeptRange) -> bytearray:
         return bytearray(self._core.copies.read(kept.segment, kept.offset, kept.n_bytes))
-
-
-def _together(ranges: Iterable[KeptRange]) -> Iterator[list[KeptRange]]:
-    """Ranges in groups that lie within 2 MiB of a segment; a larger range is a group by itself."""
-    group: list[KeptRange] = []
-    end = 0
-    for kept in sorted(ranges, key=lambda one: one.address):
-        end = max(end, kept.offset + kept.n_bytes)
-        if group and (kept.segment is not group[0].segment or end - group[0].offset > CHUNK):
-            yield group
-            group, end = [], kept.offset + kept.n_bytes
-        group.append(kept)
-    if group:
-        yield group
-
-
-def _hull(group: Sequence[KeptRange]) -> int:
-    """Bytes from the first of a group's to its last."""
-    return max(kept.offset + kept.n_bytes for kept in group) - group[0].offset
 
 
 def _part(data: bytearray, kept: KeptRange, first: int) -> bytearray:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from omni_notebook.memory.arena import CHUNK
 from omni_notebook.memory.base import KV_CACHE, WEIGHTS
 from omni_notebook.memory.books import TagState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     from omni_notebook.memory.device.segments import DeviceSegment
 
 WORKSPACE = "workspace"
@@ -29,6 +32,25 @@ class KeptRange(NamedTuple):
     def address(self) -> int:
         """Where it begins on the device."""
         return self.segment.address + self.offset
+
+
+def together(ranges: Iterable[KeptRange]) -> Iterator[list[KeptRange]]:
+    """Ranges in groups that lie within 2 MiB of a segment; a larger range is a group by itself."""
+    group: list[KeptRange] = []
+    end = 0
+    for kept in sorted(ranges, key=lambda one: one.address):
+        end = max(end, kept.offset + kept.n_bytes)
+        if group and (kept.segment is not group[0].segment or end - group[0].offset > CHUNK):
+            yield group
+            group, end = [], kept.offset + kept.n_bytes
+        group.append(kept)
+    if group:
+        yield group
+
+
+def hull(group: Sequence[KeptRange]) -> int:
+    """Bytes from the first of a group's to its last."""
+    return max(kept.offset + kept.n_bytes for kept in group) - group[0].offset
 
 
 @dataclass(eq=False)

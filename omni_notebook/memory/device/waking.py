@@ -17,17 +17,17 @@ from omni_notebook.memory.base import (
 )
 from omni_notebook.memory.books import TagState
 from omni_notebook.memory.device.measuring import MOVING
-from omni_notebook.memory.device.tags import WHOLE
+from omni_notebook.memory.device.tags import WHOLE, hull, together
 from omni_notebook.memory.device.unmapping import host_address
 from omni_notebook.memory.lanes import never
 from omni_notebook.protocol import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from omni_notebook.memory.device.core import DeviceCore
     from omni_notebook.memory.device.segments import DeviceSegment
-    from omni_notebook.memory.device.tags import DeviceTag
+    from omni_notebook.memory.device.tags import DeviceTag, KeptRange
 
 
 class DeviceWaking:
@@ -139,17 +139,19 @@ class DeviceWaking:
         """Wait for the copies and fills that were begun, then copy back into `waiting` what else the sleep kept."""
         driver = self._core.driver
         driver.finish()
-        kept = [(one, data) for tag in waiting for one, data in tag.kept_data.items() if one.segment in tag.segments]
+        here = {segment for tag in waiting for segment in tag.sleeping_segments()}
+        kept = {one: data for tag in waiting for one, data in tag.kept_data.items() if one.segment in here}
+        groups = [(group, _filled(group, kept)) for group in together(kept)]
         try:
-            for one, data in kept:
-                driver.copy(one.address, host_address(data), one.n_bytes)
+            for group, data in groups:
+                driver.copy(group[0].address, host_address(data), len(data))
         finally:
             driver.finish()
         for tag in waiting:
             tag.restored = True
         whole = [segment for tag in waiting if tag.backup in WHOLE for segment in tag.sleeping_segments()]
         return RestoreReport(
-            copied_bytes=sum(segment.size_bytes for segment in whole) + sum(one.n_bytes for one, _ in kept),
+            copied_bytes=sum(segment.size_bytes for segment in whole) + sum(one.n_bytes for one in kept),
             copy_ms=(time.perf_counter() - started) * 1e3,
             needs_reload=tuple(tag.name for tag in chosen if tag.needs_reload()),
         )
@@ -197,6 +199,15 @@ class DeviceWaking:
         for tag in tags:
             tag.state, tag.restored = TagState.ASLEEP, False
         self._unmap([segment for tag in tags for segment in tag.slept])
+
+
+def _filled(group: Sequence[KeptRange], kept: Mapping[KeptRange, bytearray]) -> bytearray:
+    """The bytes of a group and the zeros between, which is what a segment that was just mapped has there."""
+    data = bytearray(hull(group))
+    for one in group:
+        start = one.offset - group[0].offset
+        data[start : start + one.n_bytes] = kept[one]
+    return data
 
 
 def _check(stop: Callable[[], bool]) -> None:

@@ -6,7 +6,9 @@ import functools
 import importlib
 import importlib.util
 import re
+import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 from omni_notebook.errors import UnsupportedError, UpstreamError
@@ -77,6 +79,8 @@ def lora_request(name: str, number: int, path: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's class and its first line."""
+    """An error's class and its first line; of one without words, where it was raised."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name} ({'/'.join(Path(frames[-1].filename).parts[-3:])})" if frames else ""
+    return f"{type(error).__name__}: {lines[0]}" if lines else f"{type(error).__name__}{where}"

@@ -30,6 +30,12 @@ def test_a_start_that_fails_says_why_in_one_line_and_leaves_no_process(package):
     assert left_after(before) == set()
 
 
+def test_a_start_that_fails_without_a_word_says_where(package):
+    where = r"NotImplementedError in __init__ \(vllm_omni/entrypoints/async_omni.py\); nothing is running"
+    with pytest.raises(UpstreamError, match=where):
+        UpstreamOmni("wordless")
+
+
 def test_a_shutdown_that_upstream_fails_still_ends_its_processes(package):
     before = set(psutil.Process().children(recursive=True))
     engine = UpstreamOmni("some/model", tensor_parallel_size=2)

@@ -28,6 +28,8 @@ class AsyncOmni:
         if model == "broken":
             self.first = process.start("StageEngineCoreProc_stage0", MIB, 1)
             raise RuntimeError("no such architecture")
+        if model == "wordless":  # what 0.24 does on a machine whose platform it does not have
+            raise NotImplementedError
         self.model = model
         self.options = kwargs
         self.lies: set[str] = set()

@@ -29,18 +29,27 @@ class CudaDriver(AllocatorDriver):
     ) -> None:
         super().__init__(platform, index, allocator, init_module, cuda)
         self._driver = driver
-        self._copying = self._filling = 0  # streams, made when first used
+        self._copying = self._filling = 0  # streams
         self._busy: set[int] = set()
+
+    def enter(self) -> None:
+        """See `Driver.enter`; the streams, for which the driver takes memory, are there before a sleep is measured."""
+        super().enter()
+        self._make_streams()
+
+    def _make_streams(self) -> None:
+        self._copying = self._copying or self._driver.new_stream()
+        self._filling = self._filling or self._driver.new_stream()
 
     def copy(self, to: int, source: int, n_bytes: int) -> None:
         """See `Driver.copy`."""
-        self._copying = self._copying or self._driver.new_stream()
+        self._make_streams()
         self._busy.add(self._copying)
         self._driver.copy(to, source, n_bytes, self._copying)
 
     def zero(self, address: int, n_bytes: int) -> None:
         """See `Driver.zero`."""
-        self._filling = self._filling or self._driver.new_stream()
+        self._make_streams()
         self._busy.add(self._filling)
         self._driver.zero(address, n_bytes, self._filling)
 
@@ -51,7 +60,6 @@ class CudaDriver(AllocatorDriver):
 
     def mark(self) -> int:
         """See `Driver.mark`."""
-        self._copying = self._copying or self._driver.new_stream()
         mark: int = self._driver.record_event(self._copying)
         return mark
 

@@ -179,18 +179,23 @@ class Orders:
         try:
             value = carry_out(order, frame)
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
-            self._send(order, pack(Failure(order.id, describe(error))))
+            failed = _raising(error)
+            self._reply(order, lambda: failed(order, frame))
             return
         if isinstance(value, Future):
-            value.add_done_callback(lambda done: self._send(order, _reply(order, done.result)))
+            value.add_done_callback(lambda done: self._reply(order, done.result))
         else:
-            self._send(order, _reply(order, lambda: value))
+            self._reply(order, lambda: value)
 
-    def _send(self, order: Order, answer: Packet) -> None:
-        """Answer an order; on the thread that finished it."""
-        if order.method not in _NOT_MEASURED:
-            self.sample()
-        answer.send(self._connection)
+    def _reply(self, order: Order, result: Callable[[], Any]) -> None:
+        """Send what an order gave or raises; on the thread that finished it."""
+        try:
+            answer = _packed(order, result)
+            if order.method not in _NOT_MEASURED:
+                self.sample()
+            answer.send(self._connection)
+        except Exception:  # noqa: BLE001  (the orders after it are answered all the same)
+            _log.exception("%s could not be answered", order.method)
 
     def sample(self) -> None:
         """Send this rank's memory if it has changed; any thread."""
@@ -208,7 +213,7 @@ class Orders:
                 packet.send(self._connection)
 
 
-def _reply(order: Order, result: Callable[[], Any]) -> Packet:
+def _packed(order: Order, result: Callable[[], Any]) -> Packet:
     """What an order gave or raises."""
     try:
         return pack(Reply(order.id, payload(result())))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from omni_notebook.memory.device.reader import FileReader
+    from omni_notebook.memory.reading import FileReader
     from omni_notebook.protocol import TagMemory
 
 WEIGHTS = "weights"
@@ -166,7 +166,7 @@ class MemoryPool(Protocol):
         ...
 
     def reader(self) -> FileReader | None:
-        """What reads files straight into the pool's tensors, where that is faster than copying to them."""
+        """What reads files straight into the pool's tensors; None: nothing is faster than copying to them."""
         ...
 
     def tags(self) -> Mapping[str, TagInfo]:

@@ -15,6 +15,7 @@ from omni_notebook.memory.books import TagState
 from omni_notebook.memory.core import Core
 from omni_notebook.memory.host import cpu_name, host_memory, process_memory, rss_bytes
 from omni_notebook.memory.lanes import never
+from omni_notebook.memory.reading import HostReader
 from omni_notebook.memory.sleeping import Sleeping
 from omni_notebook.memory.tracking import Tracking, make_tracker
 from omni_notebook.memory.waking import Waking
@@ -130,8 +131,9 @@ class CpuPool:
             self._core.check_open("discard")
             self._allocation.discard(tag)
 
-    def reader(self) -> None:
-        """None: a mapped file is copied as fast as it can be read."""
+    def reader(self) -> HostReader:
+        """What reads files straight into the pool's tensors."""
+        return HostReader()
 
     # --------------------------------------------------------------------------------------- looking
 

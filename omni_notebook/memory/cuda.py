@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from omni_notebook.memory.base import TagInfo
     from omni_notebook.memory.device.driver import Probe
-    from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.memory.device.segments import DeviceSegment
+    from omni_notebook.memory.reading import FileReader
 
 PART_BYTES = 128 * 1024**2
 """A segment of adopted tensors is full once it has so much: so small that copying and mapping overlap."""

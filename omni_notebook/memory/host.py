@@ -14,6 +14,7 @@ from omni_notebook.memory.base import HostMemory, ProcessMemory
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -38,8 +39,11 @@ def process_memory(pid: int | None = None) -> ProcessMemory:
 
 def rss_bytes() -> int:
     """This process's resident memory in microseconds, off by a few hundred KiB at most; `process_memory` is exact."""
-    with Path("/proc/self/statm").open(encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return int(os.read(file, 256).split()[1]) * _PAGE
+    finally:
+        os.close(file)
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""The few C library calls that Python has no module for: mmap at a chosen protection, madvise, ioctl, userfaultfd.
+"""The few C library calls that Python has no module for: mmap at a chosen protection, pread to an address, and others.
 
 All calls release the interpreter lock. Errors become `OSError` with the errno of the call.
 """
@@ -6,6 +6,7 @@ All calls release the interpreter lock. Errors become `OSError` with the errno o
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 
 PROT_NONE = 0
@@ -30,6 +31,8 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.pread.restype = ctypes.c_ssize_t
+_libc.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 _libc.ioctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
 _libc.syscall.restype = ctypes.c_long
 
@@ -94,6 +97,14 @@ def advise(address: int, n_bytes: int, advice: int) -> None:
     """Tell the kernel what a page-aligned range is for. Source: madvise(2)."""
     if _libc.madvise(address, n_bytes, advice):
         raise _failed("madvise")  # noqa: EM101 - the name of the call
+
+
+def read_at(fd: int, address: int, n_bytes: int, offset: int) -> int:
+    """Read a file's bytes from `offset` on to an address; how many came, 0 at its end. Source: pread(2)."""
+    while (got := int(_libc.pread(fd, address, n_bytes, offset))) < 0:
+        if ctypes.get_errno() != errno.EINTR:
+            raise _failed("pread")  # noqa: EM101 - the name of the call
+    return got
 
 
 def ioctl(fd: int, request: int, argument: ctypes.Array[ctypes.c_uint64]) -> int:

@@ -1,27 +1,26 @@
-"""Reads model folders: config.json and safetensors files, lazily, into memory that exists already."""
+"""Reads model folders: config.json and safetensors files, into memory that exists already."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from omni_notebook.errors import ConfigError
 from omni_notebook.models.places import Places, sliced_shape, some
-from omni_notebook.models.straight import FLOATS, read_straight
+from omni_notebook.models.straight import fill
+from omni_notebook.models.tensor_file import FLOATS, TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-    from torch import Tensor, nn
+    from torch import nn
 
-    from omni_notebook.memory.device.reader import FileReader
+    from omni_notebook.memory.reading import FileReader
     from omni_notebook.models.places import Slices
 
 STEM = "model"
@@ -67,53 +66,26 @@ def checkpoint_files(folder: str | Path, stem: str = STEM) -> list[Path]:
 
 def read_metadata(folder: str | Path) -> dict[str, str]:
     """Return the metadata of the folder's first safetensors file."""
+    with TensorFile(checkpoint_files(folder)[0]) as file:
+        return dict(file.metadata)
+
+
+@contextmanager
+def opened(paths: Iterable[Path]) -> Iterator[list[TensorFile]]:
+    """Open safetensors files, for as long as the `with` lasts; raise ConfigError unless all of them are whole."""
     with ExitStack() as stack:
-        return dict(_open(stack, checkpoint_files(folder)[0]).metadata() or {})
+        yield [stack.enter_context(TensorFile(path)) for path in paths]
 
 
 def checkpoint_dtype(files: Iterable[Path]) -> torch.dtype:
     """Return the type of most of the floating point bytes in a checkpoint's files; float32 where they have none."""
     sizes: Counter[torch.dtype] = Counter()
-    for file in files:
-        with ExitStack() as stack:
-            handle = _open(stack, file)
-            for name in handle.keys():  # noqa: SIM118
-                piece = handle.get_slice(name)
-                kind = FLOATS.get(piece.get_dtype())
-                if kind is not None:
-                    sizes[kind] += math.prod(piece.get_shape()) * kind.itemsize
+    for path in files:
+        with TensorFile(path) as file:
+            for entry in file.table.values():
+                if entry.dtype in FLOATS:
+                    sizes[FLOATS[entry.dtype]] += entry.n_bytes
     return sizes.most_common(1)[0][0] if sizes else torch.float32
-
-
-def iter_tensors(
-    folder: str | Path,
-    names: Collection[str] | None = None,
-    slices: Slices | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint's tensors one by one, mapped from the file, on the CPU.
-
-    names: only these (a missing one raises ConfigError when the files are through). slices: for some names the part to
-    read, one slice a dimension, so that a tensor-parallel rank reads its own share only.
-    """
-    return tensors_of(checkpoint_files(folder), folder, names, slices)
-
-
-def tensors_of(
-    files: Collection[Path], source: object, names: Collection[str] | None = None, slices: Slices | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of safetensors files one by one; see `iter_tensors`. source: what an error names."""
-    wanted = None if names is None else set(names)
-    for file in files:
-        with ExitStack() as stack:
-            handle = _open(stack, file)
-            for name in handle.keys():  # noqa: SIM118
-                if wanted is None or name in wanted:
-                    yield name, _read(handle, file, name, (slices or {}).get(name))
-                    if wanted is not None:
-                        wanted.discard(name)
-    if wanted:
-        msg = f"{source}: the checkpoint lacks {some(wanted)}"
-        raise ConfigError(msg)
 
 
 def check_fits(module: nn.Module, folder: str | Path, slices: Slices | None = None) -> None:
@@ -121,11 +93,12 @@ def check_fits(module: nn.Module, folder: str | Path, slices: Slices | None = No
 
     slices: see `Places`, which says too how a module passes tensors over and holds a part of a model.
     """
-    _check_fits(Places(module, slices), folder)
+    with opened(checkpoint_files(folder)) as files:
+        _check_fits(Places(module, slices), folder, files)
 
 
-def _check_fits(places: Places, folder: str | Path) -> None:
-    shapes = checkpoint_shapes(folder)
+def _check_fits(places: Places, folder: str | Path, files: Iterable[TensorFile]) -> None:
+    shapes = _shapes(files)
     if missing := places.missing(shapes):
         msg = f"{folder}: the checkpoint lacks {some(missing)}"
         raise ConfigError(msg)
@@ -152,17 +125,13 @@ def load_into(
     reads those that lie in the files as they lie in the module.
     """
     places = Places(module, slices)
-    _check_fits(places, folder)
-    for name, target in places.targets.items():
-        if target.is_meta:
-            msg = f"{name} has no memory yet; give the module storage before loading into it"
-            raise ConfigError(msg)
-    done = read_straight(checkpoint_files(folder), places.targets, places.parts, reader, between)
-    with torch.no_grad():
-        for name, tensor in iter_tensors(folder, places.targets.keys() - done, places.parts):
-            if between is not None:
-                between()
-            places.targets[name].copy_(tensor)
+    with opened(checkpoint_files(folder)) as files:
+        _check_fits(places, folder, files)
+        for name, target in places.targets.items():
+            if target.is_meta:
+                msg = f"{name} has no memory yet; give the module storage before loading into it"
+                raise ConfigError(msg)
+        fill(files, places.targets, places.parts, reader, between)
 
 
 def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:
@@ -172,35 +141,20 @@ def checkpoint_shapes(folder: str | Path, slices: Slices | None = None) -> dict[
 
 def shapes_of(files: Collection[Path], slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Return the same of safetensors files."""
+    with opened(files) as whole:
+        return _shapes(whole, slices)
+
+
+def _shapes(files: Iterable[TensorFile], slices: Slices | None = None) -> dict[str, tuple[Path, tuple[int, ...]]]:
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in files:
-        with ExitStack() as stack:
-            handle = _open(stack, file)
-            for name in handle.keys():  # noqa: SIM118
-                if name in found:
-                    msg = f"{file}: {name} is also in {found[name][0].name}"
-                    raise ConfigError(msg)
-                whole = tuple(handle.get_slice(name).get_shape())
-                found[name] = (file, sliced_shape(file, name, whole, (slices or {}).get(name)))
+        for name, entry in file.table.items():
+            if name in found:
+                msg = f"{file.path}: {name} is also in {found[name][0].name}"
+                raise ConfigError(msg)
+            part = (slices or {}).get(name)
+            found[name] = (file.path, sliced_shape(file.path, name, entry.shape, part))
     return found
-
-
-def _open(stack: ExitStack, file: Path) -> Any:
-    """Open a safetensors file; its own checks find a truncated body or a bad header."""
-    try:
-        return stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
-    except (SafetensorError, OSError, ValueError) as error:
-        msg = f"{file}: not a whole safetensors file: {error}"
-        raise ConfigError(msg) from error
-
-
-def _read(handle: Any, file: Path, name: str, part: tuple[slice, ...] | None) -> Tensor:
-    try:
-        tensor: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        msg = f"{file}: {name} cannot be read: {error}"
-        raise ConfigError(msg) from error
-    return tensor
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -41,13 +41,16 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.engine_api import Engine, Subscription
 
 
-def engine_of(request: Request) -> Engine:
-    """The engine that the server serves."""
+async def engine_of(request: Request) -> Engine:
+    """The engine that the server serves.
+
+    A coroutine, as all that a request depends on is: a function would be called on another thread.
+    """
     engine: Engine = request.app.state.engine
     return engine
 
 
-def known_query(request: Request) -> None:
+async def known_query(request: Request) -> None:
     """What stands behind the `?` of an order is known, or refused by name.
 
     Raises:

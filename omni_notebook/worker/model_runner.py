@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
-    from omni_notebook.memory.device.reader import FileReader
+    from omni_notebook.memory.reading import FileReader
     from omni_notebook.models.parallel import ParallelModel
     from omni_notebook.worker.batches import Prefetch
     from omni_notebook.worker.graphs import Recall

@@ -55,9 +55,11 @@ class Rank:
     @property
     def level(self) -> int | None:
         """The level that the sleeping tags are at, decided by those whose contents matter; None = all awake."""
+        if not self.levels:
+            return None
         tags = self.pool.tags()
         matter = [level for tag, level in self.levels.items() if not tags[tag].recomputable]
-        return max(matter or self.levels.values(), default=None)
+        return max(matter or self.levels.values())
 
 
 def ms_since(started_s: float) -> float:

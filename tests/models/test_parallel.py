@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from omni_notebook.errors import ConfigError, OmniError, PeerLostError
-from omni_notebook.models import loaders
+from omni_notebook.memory import libc
+from omni_notebook.memory.reading import HostReader
 from omni_notebook.models.decoder import Decoder, DecoderConfig
 from omni_notebook.models.dit import DiT, DiTConfig
 from omni_notebook.models.loaders import SINGLE_FILE, load_into, read_config
 from omni_notebook.models.parallel import TensorParallel, check_split
+from omni_notebook.models.tensor_file import TensorFile
 from omni_notebook.worker.group import JoinError
 from tests.models.model_rank import ModelRank, run_decoder, run_dit
 from tests.rank_processes import Ranks
@@ -145,67 +147,43 @@ def test_a_cache_of_all_ranks_holds_each_key_value_head():
     assert [SMALL.kv_shape(3, 8, size)[4] for size in (1, 2, 4)] == [2, 1, 1]
 
 
-class _Counting:
-    """A safetensors file that counts the bytes read of it."""
+class _Counted:
+    """A mapped tensor of a file that counts the bytes of the parts that are asked for."""
 
-    read_bytes = 0
-
-    def __init__(self, *args, **known):
-        self._file = loaders_safe_open(*args, **known)
-
-    def __enter__(self):
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self._file.__exit__(*error)
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-    def get_tensor(self, name):
-        return self._counted(self._file.get_tensor(name))
-
-    def get_slice(self, name):
-        return _CountingSlice(self._file.get_slice(name))
-
-    @classmethod
-    def _counted(cls, tensor):
-        _Counting.read_bytes += tensor.nbytes
-        return tensor
-
-
-class _CountingSlice:
-    def __init__(self, part):
-        self._part = part
-
-    def get_shape(self):
-        return self._part.get_shape()
+    def __init__(self, tensor, counts):
+        self._tensor, self._counts = tensor, counts
 
     def __getitem__(self, index):
-        return _Counting._counted(self._part[index])
-
-
-loaders_safe_open = loaders.safe_open
+        part = self._tensor[index]
+        self._counts.append(part.nbytes)
+        return part
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["decoder", "dit"])
-def test_a_rank_reads_only_its_part_of_the_file(tmp_path, monkeypatch, kind, size):
+@pytest.mark.parametrize("reader", [None, HostReader()], ids=["mapped", "straight"])
+def test_a_rank_reads_only_its_part_of_the_file(tmp_path, monkeypatch, kind, size, reader):
     config = dataclasses.replace(SMALL, hidden_size=256, intermediate_size=1024, num_heads=16, num_kv_heads=4)
     make = {"decoder": lambda p: Decoder(config, p), "dit": lambda p: DiT(DIT, p)}[kind]
     whole = _random(make(TensorParallel()), tmp_path)
-    monkeypatch.setattr(loaders, "safe_open", _Counting)
+    counts, mapped, read_at = [], TensorFile.mapped, libc.read_at
+
+    def counted_read(*args):
+        counts.append(read_at(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(TensorFile, "mapped", lambda file, name: _Counted(mapped(file, name), counts))
+    monkeypatch.setattr(libc, "read_at", counted_read)
     state = whole.state_dict()
     for rank in range(size):
         model = make(TensorParallel(size, rank))
         slices = model.checkpoint_slices()
-        monkeypatch.setattr(_Counting, "read_bytes", 0)
-        load_into(model, tmp_path)
-        assert _Counting.read_bytes == sum(value.nbytes for value in model.state_dict().values())
+        counts.clear()
+        load_into(model, tmp_path, reader=reader)
+        assert sum(counts) == sum(value.nbytes for value in model.state_dict().values())
         split = sum(value.nbytes for name, value in state.items() if name in slices)
         rest = sum(value.nbytes for name, value in state.items() if name not in slices)
-        assert _Counting.read_bytes == rest + split // size
+        assert sum(counts) == rest + split // size
         for name, value in model.state_dict().items():
             assert torch.equal(value, state[name][slices.get(name, ())])
 

@@ -1,4 +1,4 @@
-"""Checkpoints read straight into device memory: which tensors, every byte, and what happens when it goes wrong."""
+"""Checkpoints read straight into pools: which tensors, every byte, and what happens when it goes wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 
 from omni_notebook.errors import ConfigError
 from omni_notebook.memory.base import DeviceError
-from omni_notebook.models import loaders, straight
+from omni_notebook.memory.cpu import CpuPool
+from omni_notebook.models import loaders
 from omni_notebook.models.loaders import INDEX_FILE, SINGLE_FILE, checkpoint_dtype, checkpoint_files, load_into
 from omni_notebook.worker.model_runner import torch_dtype
 from tests.memory.fake_ranges import OwnMachine
@@ -45,16 +46,48 @@ class Module(nn.Module):
         return self._slices
 
 
+class HostMachine:
+    """A CPU as `OwnMachine` is a GPU."""
+
+    def __init__(self):
+        self._pools = []
+
+    def pool(self):
+        self._pools.append(CpuPool())
+        return self._pools[-1]
+
+    def close(self):
+        for pool in self._pools:
+            pool.close()
+
+
 @pytest.fixture
-def machine():
+def gpu():
     return OwnMachine()
 
 
+@pytest.fixture(params=["gpu", "cpu"])
+def machine(request):
+    if request.param == "gpu":
+        yield request.getfixturevalue("gpu")
+        return
+    machine = HostMachine()
+    yield machine
+    machine.close()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_goes_on():
+    before = threading.enumerate()
+    yield
+    assert [one for one in threading.enumerate() if one not in before and one.name == "omni-read"] == []
+
+
 @pytest.fixture
-def reader(machine, monkeypatch):
+def reader(machine):
     """The reader of a pool, which remembers what it was asked for."""
-    monkeypatch.setattr(straight, "_LEAST_BYTES", 0)
     reader = machine.pool().reader()
+    reader.least_bytes = 0
     read = reader.read
     reader.asked = []
 
@@ -86,7 +119,7 @@ def adopted(machine, **options):
 
 def asked_for(reader, module):
     by_address = {tensor.data_ptr(): name for name, tensor in module.state_dict().items() if tensor.numel()}
-    return {by_address[piece.address] for piece in reader.asked}
+    return {by_address[piece.address] for piece in reader.asked if piece.n_bytes}
 
 
 def assert_loaded(module, slices=None):
@@ -144,8 +177,8 @@ def test_a_tied_tensor_is_read_under_each_of_its_names(machine, reader, tmp_path
     assert torch.equal(module.one, value)
 
 
-def test_little_is_copied_without_a_readers_buffers(machine, reader, folder, monkeypatch):
-    monkeypatch.setattr(straight, "_LEAST_BYTES", 10_000_000)
+def test_less_than_is_worth_a_readers_while_is_copied(machine, reader, folder):
+    reader.least_bytes = 10_000_000
     module = adopted(machine)
     load_into(module, folder, reader=reader)
     assert_loaded(module)
@@ -155,7 +188,7 @@ def test_little_is_copied_without_a_readers_buffers(machine, reader, folder, mon
 # ------------------------------------------------------------------------------------------ going wrong
 
 
-def test_whoever_is_asked_between_tensors_ends_the_load_and_no_thread_goes_on(machine, reader, folder):
+def test_whoever_is_asked_between_tensors_ends_the_load(machine, reader, folder):
     module, asked = adopted(machine), []
 
     def between():
@@ -166,7 +199,6 @@ def test_whoever_is_asked_between_tensors_ends_the_load_and_no_thread_goes_on(ma
 
     with pytest.raises(KeyError, match="cancelled"):
         load_into(module, folder, between=between, reader=reader)
-    assert [one for one in threading.enumerate() if one.name == "omni-read"] == []
     load_into(module, folder, between=lambda: None, reader=reader)
     assert_loaded(module)
 
@@ -196,32 +228,62 @@ def test_a_file_that_is_cut_short_is_a_config_error(machine, reader, folder, whe
         assert not any(tensor.any() for tensor in module.state_dict().values())
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x0e" + b"\0" * 7 + b'{"rows": null}']
-)
-def test_a_file_that_is_replaced_by_another_kind_after_the_check_is_a_config_error(
-    machine, reader, tmp_path, monkeypatch, text
+@pytest.mark.parametrize("text", [b"", b"\xff" * 8])
+@pytest.mark.parametrize("straight", [True, False])
+def test_a_file_that_is_written_over_after_the_check_is_a_config_error(
+    machine, reader, tmp_path, monkeypatch, text, straight
 ):
     save_file(WEIGHTS, tmp_path / SINGLE_FILE)
     module, check = adopted(machine), loaders._check_fits
 
-    def check_and_replace(places, folder):
-        check(places, folder)
+    def check_and_write(*args):
+        check(*args)
         (tmp_path / SINGLE_FILE).write_bytes(text)
 
-    monkeypatch.setattr(loaders, "_check_fits", check_and_replace)
-    with pytest.raises(ConfigError, match="not a whole safetensors file"):
-        load_into(module, tmp_path, reader=reader)
+    monkeypatch.setattr(loaders, "_check_fits", check_and_write)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*safetensors ends \d+ bytes before the end of a tensor"):
+        load_into(module, tmp_path, reader=reader if straight else None)
     assert not any(tensor.any() for tensor in module.state_dict().values())
 
 
+def test_a_file_that_is_cut_short_between_two_conversions_is_a_config_error_and_no_signal(machine, tmp_path):
+    save_file(WEIGHTS, tmp_path / SINGLE_FILE)
+    module = adopted(machine, types=dict.fromkeys(("rows", "columns", "bias", "cube"), torch.bfloat16))
+    asked = []
+
+    def between():
+        asked.append(1)
+        if len(asked) == 2:
+            (tmp_path / SINGLE_FILE).write_bytes(b"")
+
+    with pytest.raises(ConfigError, match=r"ends \d+ bytes before the end of a tensor"):
+        load_into(module, tmp_path, between=between)
+
+
+def test_a_checkpoint_that_another_takes_the_name_of_is_read_to_its_end(machine, reader, folder, tmp_path):
+    """As a trainer does that writes beside it and renames."""
+    module, asked = adopted(machine, types={"rows": torch.bfloat16}), []
+
+    def between():
+        if not asked:
+            for file in folder.glob("*.safetensors"):
+                save_file({"rows": torch.zeros(1)}, tmp_path / "new")
+                (tmp_path / "new").replace(file)
+        asked.append(1)
+
+    load_into(module, folder, between=between, reader=reader)
+    assert_loaded(module)
+    with pytest.raises(ConfigError):
+        load_into(module, folder, reader=reader)
+
+
 @pytest.mark.parametrize("name", ["memcpy", "wait", "event"])
+@pytest.mark.parametrize("machine", ["gpu"], indirect=True)
 def test_a_copy_that_the_driver_refuses_is_its_error_and_the_load_can_be_repeated(machine, reader, folder, name):
     module = adopted(machine)
     machine.fail(name, 1)
     with pytest.raises(DeviceError):
         load_into(module, folder, reader=reader)
-    assert [one for one in threading.enumerate() if one.name == "omni-read"] == []
     load_into(module, folder, reader=reader)
     assert_loaded(module)
 

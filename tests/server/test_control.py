@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import socket
 import struct
@@ -16,6 +17,8 @@ from tests.engine.engine_helpers import collect, until
 from tests.server.conftest import STEPS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import httpx
 
     from omni_notebook.engine.async_omni import AsyncOmni
@@ -50,6 +53,20 @@ def test_a_sleep_answers_one_measured_ack_a_rank_and_a_wake_brings_the_picture_b
     assert woken["status"] == "SUCCESS"
     assert all(ack["metadata"]["mapped_bytes"] > 0 for ack in woken["acks"])
     assert http.post("/v1/images/generations", json=body).json()["data"][0]["b64_json"] == before
+
+
+def test_no_request_waits_for_a_thread_before_it_is_begun(server: Server) -> None:
+    """FastAPI calls plain functions on another thread, which on a busy machine is milliseconds away."""
+    routes = [route for route in server._app.routes if hasattr(route, "dependant")]
+    calls = [dependant.call for route in routes for dependant in _depends_on(route.dependant)]
+    assert {"wakeup", "known_query", "engine_of"} <= {call.__name__ for call in calls}
+    assert [call for call in calls if not inspect.iscoroutinefunction(call)] == []
+
+
+def _depends_on(dependant: Any) -> Iterator[Any]:
+    yield dependant
+    for one in dependant.dependencies:
+        yield from _depends_on(one)
 
 
 def test_what_is_so_already_is_skipped_and_a_mix_is_a_success(http: httpx.Client) -> None:

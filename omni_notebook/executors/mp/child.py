@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from omni_notebook.executors.mp.wire import Frame
+    from omni_notebook.executors.mp.wire import Frame, Packet
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
@@ -176,27 +176,26 @@ class Orders:
         return method_of(self.worker, order.method)(*_arguments(order, frame))
 
     def _answer(self, order: Order, frame: Frame, carry_out: Callable[[Order, Frame], Any]) -> None:
-        done: Future[Any] = Future()
         try:
             value = carry_out(order, frame)
         except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
-            done.set_exception(error)
+            failed = _raising(error)
+            self._reply(order, lambda: failed(order, frame))
+            return
+        if isinstance(value, Future):
+            value.add_done_callback(lambda done: self._reply(order, done.result))
         else:
-            if isinstance(value, Future):
-                done = value
-            else:
-                done.set_result(value)
-        done.add_done_callback(lambda done: self._reply(order, done))
+            self._reply(order, lambda: value)
 
-    def _reply(self, order: Order, done: Future[Any]) -> None:
-        """Send what an order gave or raised; on the thread that finished it."""
+    def _reply(self, order: Order, result: Callable[[], Any]) -> None:
+        """Send what an order gave or raises; on the thread that finished it."""
         try:
-            answer = pack(Reply(order.id, payload(done.result())))
-        except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
-            answer = pack(Failure(order.id, describe(error)))
-        if order.method not in _NOT_MEASURED:
-            self.sample()
-        answer.send(self._connection)
+            answer = _packed(order, result)
+            if order.method not in _NOT_MEASURED:
+                self.sample()
+            answer.send(self._connection)
+        except Exception:  # noqa: BLE001  (the orders after it are answered all the same)
+            _log.exception("%s could not be answered", order.method)
 
     def sample(self) -> None:
         """Send this rank's memory if it has changed; any thread."""
@@ -212,6 +211,14 @@ class Orders:
             if packet.data != self._sampled:
                 self._sampled = packet.data
                 packet.send(self._connection)
+
+
+def _packed(order: Order, result: Callable[[], Any]) -> Packet:
+    """What an order gave or raises."""
+    try:
+        return pack(Reply(order.id, payload(result())))
+    except BaseException as error:  # noqa: BLE001  (it belongs to the caller, whatever it is)
+        return pack(Failure(order.id, describe(error)))
 
 
 def _arguments(order: Order | Tell, frame: Frame) -> tuple[Any, ...]:

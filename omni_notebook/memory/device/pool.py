@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from omni_notebook.memory.base import HostMemory, MapReport, PrepareReport, RestoreReport, SleepPlan, UnmapReport
     from omni_notebook.memory.device.driver import Driver, Probe
-    from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.memory.device.tags import DeviceTag
+    from omni_notebook.memory.reading import FileReader
 
 SETTLE_S = 0.25
 """How long a measurement waits for the driver's own books to follow."""

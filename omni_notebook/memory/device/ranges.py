@@ -17,7 +17,7 @@ from omni_notebook.memory.arena import ALIGN, round_up, tensor_bytes
 from omni_notebook.memory.base import DeviceError
 from omni_notebook.memory.device import libcuda
 from omni_notebook.memory.device.cuda_driver import CudaDriver
-from omni_notebook.memory.device.reader import FileReader
+from omni_notebook.memory.device.reader import DeviceReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -154,9 +154,9 @@ class RangeDriver(CudaDriver):
         empty: torch.Tensor = self._driver.tensor_at(self._index, 0, 0, None)
         return empty
 
-    def reader(self) -> FileReader:
+    def reader(self) -> DeviceReader:
         """What reads files into the ranges."""
-        return FileReader(self, self._driver)
+        return DeviceReader(self, self._driver)
 
     # ------------------------------------------------------------------------------- segments
 

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_notebook.memory.arena import Segment
 from omni_notebook.memory.host import usable_cpus
+from omni_notebook.memory.reading import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
+
+    from omni_notebook.memory.reading import FilePiece
 
 _MAX_THREADS = 8
 _BUFFER = 8 * 1024**2
 _BUFFERS = 2
 """For each thread: one is read into while the other is copied."""
-
-
-class FilePiece(NamedTuple):
-    """Bytes of a file, and the address on the device where they go."""
-
-    path: Path
-    offset: int
-    n_bytes: int
-    address: int
 
 
 class Device(Protocol):
@@ -42,8 +34,8 @@ class Device(Protocol):
         ...
 
 
-class FileReader:
-    """Reads pieces of files into mapped device memory, many at a time. One caller at a time.
+class DeviceReader:
+    """Reads pieces of files into mapped device memory, many at a time; fills `memory.reading.FileReader`.
 
     A copy through the page cache into pinned memory and one over the link run side by side; a plain `copy_` from a
     mapped file does the one after the other, on one thread. Each call takes and gives back 128 MiB of locked memory.
@@ -53,13 +45,16 @@ class FileReader:
         driver: `memory.device.libcuda`, or what has its functions.
     """
 
+    least_bytes = 64 * 1024**2
+    """Fewer are copied as fast as the buffers are made."""
+
     def __init__(self, device: Device, driver: Any) -> None:
         self._device = device
         self._driver = driver
         self._streams: list[int] = []
 
     def read(self, pieces: Iterable[FilePiece], check: Callable[[], None]) -> None:
-        """Read all pieces; `check` is called before each part of one, and may raise, which ends the read.
+        """See `FileReader`; `check` is called by any thread.
 
         Raises:
             OSError: a file could not be read, or ended too early.
@@ -71,12 +66,11 @@ class FileReader:
         while len(self._streams) < n_threads:
             self._streams.append(self._driver.new_stream())
         with ExitStack() as stack:
-            run = _Run(_cut(pieces), check)
+            run = _Run(cut(pieces, _BUFFER), check)
             memory = Segment(n_threads * _BUFFERS * _BUFFER)
             stack.callback(memory.close)
             if self._driver.pin(memory.address, memory.span_bytes):
                 stack.callback(self._driver.unpin, memory.address)
-            stack.callback(run.close)
             lanes = [
                 threading.Thread(target=self._serve, args=(run, memory, lane), name="omni-read", daemon=True)
                 for lane in range(n_threads)
@@ -96,7 +90,7 @@ class FileReader:
                 if len(marks) == _BUFFERS:
                     self._driver.wait_event(marks.popleft())
                 start = first + turn % _BUFFERS * _BUFFER
-                run.fill(piece, memory.view[start : start + piece.n_bytes])
+                piece.read(memory.address + start)
                 self._driver.copy(piece.address, memory.address + start, piece.n_bytes, stream)
                 marks.append(self._driver.record_event(stream))
                 turn += 1
@@ -136,7 +130,6 @@ class _Run:
         self._pieces = pieces
         self._check = check
         self._lock = threading.Lock()
-        self._files: dict[Path, int] = {}
         self.error: BaseException | None = None
 
     def next(self) -> FilePiece | None:
@@ -151,32 +144,3 @@ class _Run:
         """Nobody takes another piece; the first error is the one that counts."""
         with self._lock:
             self.error = self.error or error
-
-    def fill(self, piece: FilePiece, view: memoryview) -> None:
-        """Read a piece."""
-        file, done = self._open(piece.path), 0
-        while done < piece.n_bytes:
-            got = os.preadv(file, [view[done:]], piece.offset + done)
-            if not got:
-                msg = f"{piece.path} ends {piece.n_bytes - done} bytes before the end of a tensor"
-                raise OSError(msg)
-            done += got
-
-    def _open(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._files:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._files[path]
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            os.close(file)
-
-
-def _cut(pieces: Iterable[FilePiece]) -> Iterator[FilePiece]:
-    """Parts of at most one buffer."""
-    for piece in pieces:
-        for done in range(0, piece.n_bytes, _BUFFER):
-            n_bytes = min(_BUFFER, piece.n_bytes - done)
-            yield FilePiece(piece.path, piece.offset + done, n_bytes, piece.address + done)

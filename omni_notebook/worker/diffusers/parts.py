@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.models.loaders import tensors_of
-from omni_notebook.models.straight import read_straight
+from omni_notebook.models.loaders import opened
+from omni_notebook.models.straight import fill
 from omni_notebook.worker.diffusers.library import load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
     from omni_notebook.memory.base import MemoryPool
-    from omni_notebook.memory.device.reader import FileReader
+    from omni_notebook.memory.reading import FileReader
     from omni_notebook.models.parallel import Shard
     from omni_notebook.models.pipeline_folder import Component
 
@@ -92,6 +92,7 @@ class Part:
         """Tensors that no file has."""
         return self._kept
 
+    @torch.no_grad()
     def load(self, component: Component, between: Callable[[], None] = lambda: None) -> None:
         """Fill it from a component's files, which were checked; `between` is called before each tensor and may raise.
 
@@ -99,21 +100,15 @@ class Part:
             ConfigError: a file can not be read, or the library can not load it.
         """
         if self._direct:
-            names = component.shapes().keys()
-            targets = {name: self._targets[name] for name in names}
-            rest = names - read_straight(component.files, targets, self._slices, self._reader, between)
-            self._copy(tensors_of(component.files, component.folder, rest, self._slices), between)
+            with opened(component.files) as files:
+                fill(files, self._targets, self._slices, self._reader, between)
             return
         between()
         fresh = load_model(type(self.module), component, self._dtype)
         whole = ((name, tensor, self._slices.get(name, ())) for name, tensor in fresh.state_dict().items())
-        self._copy(((name, tensor[part] if part else tensor) for name, tensor, part in whole), between)
-
-    @torch.no_grad()
-    def _copy(self, tensors: Iterable[tuple[str, Tensor]], between: Callable[[], None]) -> None:
-        for name, tensor in tensors:
+        for name, tensor, part in whole:
             between()
-            self._targets[name].copy_(tensor)
+            self._targets[name].copy_(tensor[part] if part else tensor)
 
 
 def check_apart(modules: dict[str, nn.Module]) -> None:

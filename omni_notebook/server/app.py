@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -56,7 +57,7 @@ def make_app(engine: Engine, settings: ServerSettings, ended: Callable[[], None]
     app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
     app.state.metrics = metrics
     app.state.listeners = control.Listeners(engine)
-    app.state.in_hand = set()
+    app.state.in_hand = Counter()
     app.state.audits = auditing.Audits(engine)
     app.include_router(control.router)
     app.include_router(generating.router)

@@ -297,6 +297,7 @@ class Restart:
     """
 
     name = "restart"
+    gives_orders = True
     python = "await engine.restart(1)"
 
     def prepare_parser(self, parser: VerbParser) -> None:

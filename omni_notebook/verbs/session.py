@@ -220,6 +220,22 @@ class Session:
         if served is not None and served.url is not None:
             self._tell(served.news)
 
+    def check_told(self, verb: str) -> None:
+        """Return unless a server's engine is another one than people were told of: an order is for the one they saw.
+
+        Raises:
+            ServerLostError: it is; nothing was given to it, and the next order is for it.
+        """
+        served = cast("ServedEngine | None", self._engine)
+        if served is None or served.url is None:
+            return
+        self._running_status()  # whoever answers says who it is
+        new = [line for line in served.news if line not in self._told]
+        if new:
+            self.shown(new)
+            msg = f"{new[-1]}. The {verb} was not given to this one: run the cell again if it is meant"
+            raise ServerLostError(msg)
+
     def shown(self, lines: Sequence[str]) -> None:
         """These lines a person sees already."""
         self._told.update(lines)

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 import omni_notebook
 from omni_notebook.errors import OmniError
 from omni_notebook.server import auditing, control, generating, helping, openai
-from omni_notebook.server.answers import problem, refusal
+from omni_notebook.server.answers import problem, refusal, unforeseen
 from omni_notebook.server.guards import (
     BodyGuard,
     EndGuard,
@@ -156,8 +156,7 @@ def _said(cause: BaseException | None) -> str:
 
 
 def _bug(_request: Request, error: Any) -> Response:
-    """What nobody foresaw; the server's log has its traceback."""
-    return refusal(500, f"an error of the server's own: {type(error).__name__}; its log says more", "BUG")
+    return unforeseen(error)
 
 
 def _gone(_request: Request, _error: Exception) -> Response:

@@ -100,13 +100,15 @@ class Session:
             return None
         if all(word.isdecimal() for word in given):
             return sorted(set(map(int, given)))
-        names = {stage.name: stage.stage_id for stage in self.engine.status().stages}
-        unknown = [word for word in given if not word.isdecimal() and word not in names]
-        if unknown:
-            known = ", ".join(f"{number} {name}" for name, number in names.items())
-            msg = f"{unknown[0]!r} is no stage; stages are: {known}; nothing was changed"
-            raise ArgumentError(msg)
-        return sorted({int(word) if word.isdecimal() else names[word] for word in given})
+        stages = self.engine.status().stages
+        found = [[int(word)] if word.isdecimal() else [s.stage_id for s in stages if s.name == word] for word in given]
+        for word, ids in zip(given, found, strict=True):
+            if len(ids) != 1:
+                known = ", ".join(f"{stage.stage_id} {stage.name}" for stage in stages)
+                what = "names several stages, take the number" if ids else "is no stage"
+                msg = f"{word!r} {what}; stages are: {known}; nothing was changed"
+                raise ArgumentError(msg)
+        return sorted({ids[0] for ids in found})
 
     def call(
         self,

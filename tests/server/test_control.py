@@ -7,11 +7,14 @@ import json
 import socket
 import struct
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from omni_notebook.config import DEMO_FOLDER
+from omni_notebook.errors import ArgumentError
+from omni_notebook.server.stages import numbers
 from tests.engine.engine_helpers import collect, until
 from tests.server.conftest import STEPS
 
@@ -69,6 +72,14 @@ def test_the_state_is_the_engines_whoever_orders(http: httpx.Client, engine: Asy
     assert state(engine, 1) == "ASLEEP"
     asyncio.run(engine.wake_up([1]))
     assert http.get("/v1/omni/status").json()["stages"][1]["state"] == "AWAKE"
+
+
+def test_a_number_in_quotes_is_no_name_though_a_models_folder_is_called_so() -> None:
+    stages = [SimpleNamespace(stage_id=0, name="1"), SimpleNamespace(stage_id=1, name="painter")]
+    engine: Any = SimpleNamespace(status=lambda: SimpleNamespace(stages=stages))
+    assert numbers(engine, ["painter", 1, 0]) == [1, 1, 0]
+    with pytest.raises(ArgumentError, match=r"there is no stage '1'; this engine has 0 \(1\), 1 \(painter\)"):
+        numbers(engine, ["1"])
 
 
 def test_stages_go_by_number_or_by_name(http: httpx.Client, engine: AsyncOmni) -> None:

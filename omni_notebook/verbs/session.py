@@ -227,11 +227,16 @@ class Session:
 
         Raises:
             ServerLostError: it is; nothing was given to it, and the next order is for it.
+            InterruptedVerb: Ctrl-C while the server was asked; it was given nothing.
         """
         served = cast("ServedEngine | None", self._engine)
         if served is None or served.url is None:
             return
-        self._running_status()  # whoever answers says who it is
+        try:
+            self._running_status()  # whoever answers says who it is
+        except KeyboardInterrupt:
+            msg = f"interrupted: the {verb} was not given yet; {self.state_now()}"
+            raise InterruptedVerb(msg) from None
         new = [line for line in served.news if line not in self._told]
         if new:
             self.shown(new)

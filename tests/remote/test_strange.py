@@ -160,14 +160,26 @@ def interrupted(handler: BaseHTTPRequestHandler) -> None:
     server.freed.wait(30)
 
 
-@pytest.mark.parametrize("line", ["sleep 0", "status"])
-def test_an_interrupt_is_not_held_up_by_a_server_that_hangs_nor_is_leaving_it(odd: Rude, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "hangs", "told"),
+    [
+        ("sleep 0", "order", ""),
+        ("status", "status", ""),
+        ("sleep 0", "status", ": the sleep was not given yet"),
+        ("borrow 0", "status", ": the borrow was not given yet"),
+    ],
+)
+def test_an_interrupt_is_not_held_up_by_a_server_that_hangs_nor_is_leaving_it(
+    odd: Rude, line: str, hangs: str, told: str
+) -> None:
     session = Session(Screen())
     execute(session, f"connect {odd.url}")
-    odd.on_order, odd.on_status = interrupted, interrupted if line == "status" else odd.on_status
+    odd.on_order, odd.on_status = interrupted, interrupted if hangs == "status" else odd.on_status
     began_s = time.monotonic()
-    with pytest.raises(InterruptedVerb, match=r"interrupted; http.* does not answer at the moment; %omni status asks"):
-        execute(session, line)
+    with pytest.raises(
+        InterruptedVerb, match=rf"interrupted{told}; http.* does not answer at the moment; %omni status"
+    ):
+        execute(session, line, "pass" if line == "borrow 0" else None)
     assert time.monotonic() - began_s < 4
     began_s = time.monotonic()
     execute(session, "stop")

@@ -142,6 +142,7 @@ class Borrowed:
     @property
     def _engine(self) -> Engine:
         if self._given is None:
+            self._session.check_told("borrow")
             self._given = self._session.engine
         return self._given
 

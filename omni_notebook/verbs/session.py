@@ -189,9 +189,13 @@ class Session:
         _, status = self._running_status()
         return [] if status is None else hints.pick(status, stages)
 
-    def keep(self, acks: Sequence[OmniACK], out: str | None, order: str) -> list[OmniACK]:
-        """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown."""
-        status = self._seen()
+    def keep(self, acks: Sequence[OmniACK], out: str | None, order: str, *, interrupted: bool = False) -> list[OmniACK]:
+        """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown.
+
+        Of an `interrupted` order that has none a server is not asked once more: it may be why.
+        """
+        here = self._engine is None or self._engine.url is None
+        status = self._seen() if acks or here or not interrupted else None
         self._tell_notes(status)
         self.acks = self._dressed(acks, order, status)
         self.store(out, self.acks)

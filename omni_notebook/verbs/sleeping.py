@@ -171,7 +171,8 @@ def _carry_out(
         session.keep(error.acks, out, order)
         raise
     except InterruptedVerb as interrupt:
-        session.keep(interrupt.result if isinstance(interrupt.result, list) else [], out, order)
+        answers = interrupt.result if isinstance(interrupt.result, list) else []
+        session.keep(answers, out, order, interrupted=True)
         raise
     try:
         with interrupts_held():

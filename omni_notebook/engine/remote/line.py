@@ -124,9 +124,11 @@ class Line:
         return answer
 
     async def ask(
-        self, method: str, path: str, params: dict[str, Any] | None = None, *, now: str = UNCHANGED
+        self, method: str, path: str, params: dict[str, Any] | None = None, *, now: str = UNCHANGED, late: str = ""
     ) -> Answer:
         """The answer, whatever its status, within `Address.short_s`; `now` says what is true where there is none.
+
+        `late`: the same where somebody listens and does not answer.
 
         Raises:
             ServerLostError: there is none.
@@ -137,7 +139,7 @@ class Line:
                 with self._working():
                     response = await self._http().request(method, path, params=params)
         except TimeoutError:
-            msg = f"{self._address.url} did not answer within {bound_s:g} s; {now}"
+            msg = f"{self._address.url} did not answer within {bound_s:g} s; {late or now}"
             raise ServerLostError(msg) from None
         except httpx.HTTPError as error:
             msg = f"{self._address.url} does not answer ({_why(error)}); {now}"

@@ -108,7 +108,12 @@ def test_stages_go_by_number_or_by_name(http: httpx.Client, engine: AsyncOmni) -
         ("sleep", {"stage_ids": ["thinkr"]}, "there is no stage 'thinkr'; this engine has 0 (thinker), 1 (painter)"),
         ("wakeup", {"stage_ids": [0, "1"]}, "there is no stage '1'; this engine has 0 (thinker), 1 (painter)"),
         ("restart", {"stage_id": "all"}, "there is no stage 'all'; this engine has 0 (thinker), 1 (painter)"),
-        ("sleep", {"stage_ids": [True]}, "body.stage_ids.0"),
+        ("sleep", {"stage_ids": [True]}, "body.stage_ids.0: Input should be a number or a name"),
+        (
+            "sleep",
+            {"stage_ids": [0, 1.0, None]},
+            "body.stage_ids.1: Input should be a number or a name",
+        ),
         ("sleep", {"stage_ids": "thinker"}, "body.stage_ids: Input should be a valid list"),
         ("sleep", {"stage_ids": []}, "body.stage_ids: List should have at least 1 item"),
         ("sleep", {"timeout": 0}, "body.timeout: Input should be greater than or equal to 0.001"),

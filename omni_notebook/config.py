@@ -191,6 +191,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for key in _AT_LEAST_ONE:
             if getattr(self, key) < 1:
                 _refuse(key, getattr(self, key), "must be 1 or more")
+        if self.name.isdecimal() or self.name == "all":
+            _refuse("name", self.name, "is how people say which number a stage has, or all of them: take a word")
         if self.ballast_bytes < 0:
             _refuse("ballast_bytes", self.ballast_bytes, "must be 0 or more")
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -103,6 +103,11 @@ def refusal(status: int, message: str, code: str, headers: dict[str, str] | None
     return JSONResponse(_body(status, message, code), status, headers=headers)
 
 
+def unforeseen(error: BaseException) -> JSONResponse:
+    """What nobody foresaw; the server's log has its traceback."""
+    return refusal(500, f"an error of the server's own: {type(error).__name__}; its log says more", "BUG")
+
+
 def _body(status: int, message: str, code: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"status": "ERROR", "error": {"message": _line(message), "type": kind, "code": code}}

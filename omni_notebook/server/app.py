@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 import omni_notebook
 from omni_notebook.errors import OmniError
 from omni_notebook.server import auditing, control, generating, helping, openai
-from omni_notebook.server.answers import problem, refusal
+from omni_notebook.server.answers import problem, refusal, unforeseen
 from omni_notebook.server.guards import (
     BodyGuard,
     EndGuard,
@@ -32,7 +33,7 @@ from omni_notebook.server.metrics import Metrics
 from omni_notebook.server.names import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from omni_notebook.server.settings import ServerSettings
     from omni_notebook.verbs.engine_api import Engine
@@ -56,7 +57,7 @@ def make_app(engine: Engine, settings: ServerSettings, ended: Callable[[], None]
     app.state.engine, app.state.settings, app.state.started_s = engine, settings, time.time()
     app.state.metrics = metrics
     app.state.listeners = control.Listeners(engine)
-    app.state.in_hand = set()
+    app.state.in_hand = Counter()
     app.state.audits = auditing.Audits(engine)
     app.include_router(control.router)
     app.include_router(generating.router)
@@ -121,13 +122,27 @@ def _ended(_request: Request, error: Any) -> Response:
 
 
 def _invalid(request: Request, error: Any) -> Response:
-    found = error.errors()
+    found = _merged(error.errors())
     if found[0]["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
         told = "the body is read as JSON only where a header says so: send 'Content-Type: application/json'"
         return refusal(422, told, "BAD_ARGUMENT")
     named = [_one(one) for one in found[:MOST_NAMED]]
     named += [f"and {len(found) - MOST_NAMED} more"] if len(found) > MOST_NAMED else []
     return refusal(422, "; ".join(named), "BAD_ARGUMENT")
+
+
+def _merged(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of what fits neither a number nor a name one mistake, where pydantic finds one of each."""
+    merged: list[dict[str, Any]] = []
+    for one in found:
+        *field, kind = one["loc"]
+        if kind == "int" and one["type"] in {"int_type", "int_from_float"}:
+            merged.append({**one, "loc": tuple(field), "msg": "Input should be a number or a name"})
+        elif kind == "int" and one["type"] != "extra_forbidden":
+            merged.append({**one, "loc": tuple(field)})
+        elif kind != "str" or not merged or merged[-1]["loc"] != tuple(field):
+            merged.append(one)
+    return merged
 
 
 def _one(found: dict[str, Any]) -> str:
@@ -155,8 +170,7 @@ def _said(cause: BaseException | None) -> str:
 
 
 def _bug(_request: Request, error: Any) -> Response:
-    """What nobody foresaw; the server's log has its traceback."""
-    return refusal(500, f"an error of the server's own: {type(error).__name__}; its log says more", "BUG")
+    return unforeseen(error)
 
 
 def _gone(_request: Request, _error: Exception) -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from omni_notebook.engine.loop import ended
 from omni_notebook.errors import OmniError, StageBusyError
-from omni_notebook.server.answers import event, problem, refusal
+from omni_notebook.server.answers import event, problem, refusal, unforeseen
 from omni_notebook.server.bodies import AuditBody
 from omni_notebook.server.control import known_query
 from omni_notebook.server.helping import PREFIX
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from concurrent.futures import Future
 
+    from starlette.types import Receive, Scope, Send
+
     from omni_notebook.verbs.auditing.plan import Plan
     from omni_notebook.verbs.auditing.result import AuditResult
     from omni_notebook.verbs.engine_api import Engine
     from omni_notebook.verbs.frontend import Progress
 
+_log = logging.getLogger("uvicorn.error")
 _LOOK_S = 0.05
 _PING_S = 15.0
 END_S = 2 * CANCEL_GRACE_S
@@ -87,7 +91,8 @@ class Audits:
             raise
         stopped = running.exception()
         if isinstance(stopped, KeyboardInterrupt):  # raised in a task, it would end the server's loop
-            raise EndedError(str(stopped))
+            msg = f"the server ends: {str(stopped).removeprefix('interrupted: ')}"
+            raise EndedError(msg)
         return running.result()
 
     def end(self) -> None:
@@ -113,8 +118,24 @@ async def audit(body: AuditBody, request: Request) -> Response:
     except BaseException:
         running.cancel()
         raise
-    told = _events(running, wait, request.app.state.engine)
-    return StreamingResponse(told, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return _Streamed(_events(running, wait, request.app.state.engine), running)
+
+
+class _Streamed(StreamingResponse):
+    """Events of an audit that ends with its client, also with one that leaves before the first of them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], running: asyncio.Task[AuditResult]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-store"})
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._running.cancel()
 
 
 async def _begun(running: asyncio.Task[AuditResult], wait: Background) -> None:
@@ -126,29 +147,29 @@ async def _begun(running: asyncio.Task[AuditResult], wait: Background) -> None:
 
 
 async def _events(running: asyncio.Task[AuditResult], wait: Background, engine: Engine) -> AsyncGenerator[bytes]:
-    """What changed about how far it is, then how it ended; whoever leaves ends it."""
+    """What changed about how far it is, then how it ended."""
     last: Progress | None = None
     told_s = time.monotonic()
+    while not running.done():
+        now = wait.progress() if wait.begun else None
+        if now is not None and now != last:
+            last, told_s = now, time.monotonic()
+            yield event("progress", json.dumps({"label": now.label, "fraction": now.fraction}).encode())
+        elif time.monotonic() - told_s > _PING_S:
+            told_s = time.monotonic()
+            yield b": still there\n\n"
+        await asyncio.wait({running}, timeout=_LOOK_S)
     try:
-        while not running.done():
-            now = wait.progress() if wait.begun else None
-            if now is not None and now != last:
-                last, told_s = now, time.monotonic()
-                yield event("progress", json.dumps({"label": now.label, "fraction": now.fraction}).encode())
-            elif time.monotonic() - told_s > _PING_S:
-                told_s = time.monotonic()
-                yield b": still there\n\n"
-            await asyncio.wait({running}, timeout=_LOOK_S)
-        try:
-            answer = await asyncio.to_thread(_answer, running.result())
-        except OmniError as error:
-            ended = isinstance(error, EndedError)
-            told = refusal(503, str(error), error.error_code) if ended else problem(error, engine, order=True)
-            yield event("error", bytes(told.body))
-        else:
-            yield event("result", json.dumps(answer).encode())
-    finally:
-        running.cancel()
+        answer = await asyncio.to_thread(_answer, running.result())
+    except OmniError as error:
+        ended = isinstance(error, EndedError)
+        told = refusal(503, str(error), error.error_code) if ended else problem(error, engine, order=True)
+        yield event("error", bytes(told.body))
+    except Exception as error:  # noqa: BLE001  (whoever waits is told of it; the log has it)
+        _log.exception("an audit ended with an error of the server's own")
+        yield event("error", bytes(unforeseen(error).body))
+    else:
+        yield event("result", json.dumps(answer).encode())
 
 
 def _answer(result: AuditResult) -> dict[str, Any]:

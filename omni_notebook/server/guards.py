@@ -10,6 +10,8 @@ from omni_notebook.engine.remote.peers import NAME_HEADER, ORDER_HEADER, OTHER_E
 from omni_notebook.server.answers import PYTHON_WORDS, RETRY_S, event, refusal
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -83,7 +85,7 @@ class OrdersGuard:
     A client whose connection went silent can so find out, on another one, that its answer will not come.
     """
 
-    def __init__(self, app: ASGIApp, in_hand: set[bytes]) -> None:
+    def __init__(self, app: ASGIApp, in_hand: Counter[bytes]) -> None:
         self._app = app
         self._in_hand = in_hand
 
@@ -93,11 +95,13 @@ class OrdersGuard:
         if not name:
             await self._app(scope, receive, send)
             return
-        self._in_hand.add(name)
+        self._in_hand[name] += 1  # a name may come twice: a proxy sends a request again, or two clients chose the same
         try:
             await self._app(scope, receive, send)
         finally:
-            self._in_hand.discard(name)
+            self._in_hand[name] -= 1
+            if not self._in_hand[name]:
+                del self._in_hand[name]
 
 
 class WordsGuard:

@@ -41,7 +41,9 @@ def asked(stage_id: str) -> int | str:
 
 
 def _known(name: str, names: Sequence[tuple[str, int]]) -> int:
-    found = [stage_id for known, stage_id in names if known == name]
+    found = [
+        stage_id for known, stage_id in names if known == name and not name.isdecimal()
+    ]  # a folder may be called 7
     if len(found) == 1:
         return found[0]
     have = ", ".join(f"{stage_id} ({known})" for known, stage_id in names)

@@ -161,6 +161,7 @@ class Generate:
     """
 
     name = "generate"
+    gives_orders = True
     takes_cell = True
     quotes = '"'
     python = "async for out in engine.generate(prompt)"
@@ -327,6 +328,7 @@ class Abort:
     """
 
     name = "abort"
+    gives_orders = True
     python = "await engine.abort(request_id)"
 
     def prepare_parser(self, parser: VerbParser) -> None:

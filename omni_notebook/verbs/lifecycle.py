@@ -16,7 +16,7 @@ from omni_notebook.verbs.interrupts import InterruptedVerb, interrupts_held
 from omni_notebook.verbs.look import NOTHING_RUNS
 from omni_notebook.verbs.parsing import STAGE, VerbParser, seconds, size, stages
 from omni_notebook.verbs.registry import verb
-from omni_notebook.verbs.serving import end_server
+from omni_notebook.verbs.serving import end_server, server_of
 from omni_notebook.verbs.session import CANCEL_GRACE_S, Session
 from omni_notebook.verbs.waits import in_thread
 
@@ -250,11 +250,13 @@ def _shut_down(session: Session, engine: Engine) -> None:
     Raises:
         InterruptedVerb: Ctrl-C.
     """
-    future = None
+    future, server = None, server_of(engine)
     try:
         with interrupts_held():
             future = in_thread(lambda: _end(engine), "omni-stop")
         session.frontend.wait(future, None, None)
+        if server is not None:
+            session.frontend.write(f"nothing listens on {server.url} any more\n")
     except KeyboardInterrupt:
         with contextlib.suppress(TimeoutError):
             (future or in_thread(lambda: _end(engine), "omni-stop")).result(CANCEL_GRACE_S)
@@ -297,6 +299,7 @@ class Restart:
     """
 
     name = "restart"
+    gives_orders = True
     python = "await engine.restart(1)"
 
     def prepare_parser(self, parser: VerbParser) -> None:

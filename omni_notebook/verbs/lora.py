@@ -32,6 +32,7 @@ class Lora:
     """
 
     name = "lora"
+    gives_orders = True
     python = "await engine.add_lora(LoRARequest('style', 1, path))"
 
     def prepare_parser(self, parser: VerbParser) -> None:

@@ -30,6 +30,7 @@ class Pause:
     """
 
     name = "pause"
+    gives_orders = True
     python = "await engine.pause_generation('keep', [0])"
 
     def prepare_parser(self, parser: VerbParser) -> None:
@@ -77,6 +78,7 @@ class Resume:
     """
 
     name = "resume"
+    gives_orders = True
     python = "await engine.resume_generation()"
 
     def prepare_parser(self, parser: VerbParser) -> None:

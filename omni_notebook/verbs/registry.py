@@ -58,7 +58,8 @@ def verb(cls: _V) -> _V:
     """Register a verb class.
 
     A verb that takes a cell says so with `takes_cell = True`; one whose words are prose and not Python names the
-    quotes that hold words together with `quotes = '"'`. `python` is the call that does the same in Python.
+    quotes that hold words together with `quotes = '"'`. `python` is the call that does the same in Python. One with
+    `gives_orders = True` is not carried out at an engine that nobody was told of.
     """
     _VERBS[cls.name] = cls()
     return cls
@@ -152,6 +153,8 @@ def _carry_out(session: Session, line: str, cell: str | None) -> object:
     with interrupts_held():  # argparse cleans up with fields that an interrupt leaves unset
         args = parser_for(found).read(tokens)
     args.cell, args.words = _checked_cell(found, cell), tokens
+    if getattr(found, "gives_orders", False):
+        session.check_told(name or DEFAULT)
     return found.run(session, args)
 
 

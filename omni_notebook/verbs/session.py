@@ -100,13 +100,15 @@ class Session:
             return None
         if all(word.isdecimal() for word in given):
             return sorted(set(map(int, given)))
-        names = {stage.name: stage.stage_id for stage in self.engine.status().stages}
-        unknown = [word for word in given if not word.isdecimal() and word not in names]
-        if unknown:
-            known = ", ".join(f"{number} {name}" for name, number in names.items())
-            msg = f"{unknown[0]!r} is no stage; stages are: {known}; nothing was changed"
-            raise ArgumentError(msg)
-        return sorted({int(word) if word.isdecimal() else names[word] for word in given})
+        stages = self.engine.status().stages
+        found = [[int(word)] if word.isdecimal() else [s.stage_id for s in stages if s.name == word] for word in given]
+        for word, ids in zip(given, found, strict=True):
+            if len(ids) != 1:
+                known = ", ".join(f"{stage.stage_id} {stage.name}" for stage in stages)
+                what = "names several stages, take the number" if ids else "is no stage"
+                msg = f"{word!r} {what}; stages are: {known}; nothing was changed"
+                raise ArgumentError(msg)
+        return sorted({ids[0] for ids in found})
 
     def call(
         self,
@@ -187,9 +189,13 @@ class Session:
         _, status = self._running_status()
         return [] if status is None else hints.pick(status, stages)
 
-    def keep(self, acks: Sequence[OmniACK], out: str | None, order: str) -> list[OmniACK]:
-        """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown."""
-        status = self._seen()
+    def keep(self, acks: Sequence[OmniACK], out: str | None, order: str, *, interrupted: bool = False) -> list[OmniACK]:
+        """Remember the answers to a "sleep" or "wake", give them to the user's variable; the list that is shown.
+
+        Of an `interrupted` order that has none a server is not asked once more: it may be why.
+        """
+        here = self._engine is None or self._engine.url is None
+        status = self._seen() if acks or here or not interrupted else None
         self._tell_notes(status)
         self.acks = self._dressed(acks, order, status)
         self.store(out, self.acks)
@@ -219,6 +225,27 @@ class Session:
         served = cast("ServedEngine | None", self._engine)
         if served is not None and served.url is not None:
             self._tell(served.news)
+
+    def check_told(self, verb: str) -> None:
+        """Return unless a server's engine is another one than people were told of: an order is for the one they saw.
+
+        Raises:
+            ServerLostError: it is; nothing was given to it, and the next order is for it.
+            InterruptedVerb: Ctrl-C while the server was asked; it was given nothing.
+        """
+        served = cast("ServedEngine | None", self._engine)
+        if served is None or served.url is None:
+            return
+        try:
+            self._running_status()  # whoever answers says who it is
+        except KeyboardInterrupt:
+            msg = f"interrupted: the {verb} was not given yet; {self.state_now()}"
+            raise InterruptedVerb(msg) from None
+        new = [line for line in served.news if line not in self._told]
+        if new:
+            self.shown(new)
+            msg = f"{new[-1]}. The {verb} was not given to this one: run the cell again if it is meant"
+            raise ServerLostError(msg)
 
     def shown(self, lines: Sequence[str]) -> None:
         """These lines a person sees already."""

@@ -35,6 +35,7 @@ class Sleep:
     """
 
     name = "sleep"
+    gives_orders = True
     python = "await engine.sleep([0], level=1)"
 
     def prepare_parser(self, parser: VerbParser) -> None:
@@ -70,6 +71,7 @@ class Wake:
     """
 
     name = "wake"
+    gives_orders = True
     python = "await engine.wake_up([0])"
 
     def prepare_parser(self, parser: VerbParser) -> None:
@@ -169,7 +171,8 @@ def _carry_out(
         session.keep(error.acks, out, order)
         raise
     except InterruptedVerb as interrupt:
-        session.keep(interrupt.result if isinstance(interrupt.result, list) else [], out, order)
+        answers = interrupt.result if isinstance(interrupt.result, list) else []
+        session.keep(answers, out, order, interrupted=True)
         raise
     try:
         with interrupts_held():

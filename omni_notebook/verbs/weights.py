@@ -30,6 +30,7 @@ class Weights:
     """
 
     name = "weights"
+    gives_orders = True
     python = "await engine.load_weights(1, 'folder', version='v2')"
 
     def prepare_parser(self, parser: VerbParser) -> None:

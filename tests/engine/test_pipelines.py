@@ -88,6 +88,8 @@ BAD = [
     ("stages: [{kind: ar}]", "'model' is missing"),
     ("stages: [{model: nowhere}]", "is not a model folder"),
     ("stages: [{model: demo/dit, max_batch_size: 0}]", "max_batch_size=0"),
+    ("stages: [{model: demo/dit, name: '1'}]", "name='1' is how people say which number"),
+    ("stages: [{model: demo/dit, name: all}]", "name='all' is how people say"),
     ("stages: [{model: demo/dit, ballast_bytes: lots}]", "is not a size"),
     ("stages: {a: 1}", "'stages' is a list"),
     ("- just\n- a list", "mapping with the key 'stages'"),

@@ -133,8 +133,9 @@ def test_what_ends_the_engine_has_ended_the_server_when_it_returns_and_its_reque
     )
     asking.start()
     asyncio.run(until(lambda: engine.status().stages[1].running))
-    result, _ = cell(f"%omni {line}")
+    result, wrote = cell(f"%omni {line}")
     assert result.success
+    assert f"nothing listens on {url} any more\n" in wrote
     assert not listens(url)
     asking.join(20)
     assert answers[0].json()["status"] == "ERROR"

@@ -18,7 +18,7 @@ from omni_notebook.errors import ServerLostError
 from omni_notebook.notebook.dashboard.parts import log_html
 from omni_notebook.notebook.dashboard.sampler import Sampler
 from omni_notebook.protocol import LinkEvent
-from omni_notebook.verbs.registry import execute
+from omni_notebook.verbs.registry import execute, verbs
 from omni_notebook.verbs.session import Session
 from tests.remote.screen import Screen
 from tests.remote.served import rude, tell
@@ -107,17 +107,31 @@ async def _links(subscription: Any, found: list[LinkEvent]) -> None:
             found.append(event)  # noqa: PERF401  (they are looked at meanwhile)
 
 
-def test_a_verb_that_meets_another_engine_writes_one_line(odd: Rude) -> None:
+LOOKING = {"status", "dashboard", "logs", "help", "traceback", "start", "stop", "connect", "jobs", "history", "where"}
+LOOKING |= {"serve"}
+ORDERS = ["generate a star", "abort x", "sleep 0 --bg", "wake", "pause", "resume", "restart 0", "weights 0 folder"]
+ORDERS += ["lora remove 1", "audit", "borrow"]
+
+
+def test_a_verb_that_meets_another_engine_is_not_given_to_it_until_a_person_was_told(odd: Rude) -> None:
+    assert {line.split()[0] for line in ORDERS} == verbs().keys() - LOOKING
     session = Session(Screen())
     execute(session, f"connect {odd.url}")
-    odd.name = "12.bb@there"
-    session.frontend.text = ""
     odd.on_order = lambda handler: tell(handler, {"status": "SUCCESS"})
-    for _ in range(2):
-        execute(session, "resume")
+    for number, text in enumerate(ORDERS):
+        odd.name, verb = f"{12 + number}.bb@there", text.split()[0]
+        told = rf"\(process {12 + number}.*\. The {verb} was not given to this one: run the cell again if it is meant"
+        with pytest.raises(ServerLostError, match=told):
+            execute(session, text, "pass" if verb == "borrow" else None)
+    assert odd.orders == []
+    session.frontend.text = ""
+    execute(session, "resume")
+    odd.name = "11.aa@here"
+    execute(session, "status")  # tells it, too
+    execute(session, "resume")
+    assert odd.orders == ["/v1/omni/resume"] * 2
     execute(session, "stop")
-    assert session.frontend.text.count("another engine answers") == 1
-    assert "(process 12 on there; before: process 11)" in session.frontend.text
+    assert "another engine answers" not in session.frontend.text
 
 
 def test_an_order_says_for_which_engine_it_is_and_the_next_one_is_for_the_new_one(odd: Rude) -> None:
@@ -139,6 +153,8 @@ def test_an_order_says_for_which_engine_it_is_and_the_next_one_is_for_the_new_on
         odd.name = "13.cc@there"
         with pytest.raises(ServerLostError, match="The request x was not given to this one"):
             asyncio.run(_first(engine))
+        odd.name = "13.dd@there"
+        assert "(process 13; which started it anew): states" in engine.status().notes[0]
     assert meant == ["11.aa@here", "12.bb@there", "12.bb@there"]
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from omni_notebook import errors
+from omni_notebook.engine.history import LIMIT, Filter
 from omni_notebook.engine.remote.decoding import error_of
+from omni_notebook.engine.remote.history import HistoryThere, _Told
 from omni_notebook.protocol import AckMetadata, EngineStatus, OmniACK
 
 FAILED = OmniACK(
@@ -115,3 +117,13 @@ def test_what_a_rank_raised_is_pythons_own_error_but_never_one_that_ends_a_proce
     body = b'{"error": {"message": "bad kernel", "code": "%b", "details": {"type_name": "%b"}}}'
     read = error_of(500, body % (name.encode(), name.encode()), "POST x")
     assert (type(read), str(read)) == (kind, "bad kernel")
+
+
+@pytest.mark.parametrize(("complete", "more"), [(True, "all"), (False, "the newest 10,000; --since and --stage reach")])
+def test_a_history_says_what_of_a_servers_it_has(complete: bool, more: str) -> None:
+    acks: Any = [None] * (LIMIT + 1)
+    there = HistoryThere(_Told("ledger.db", complete, True, acks), "http://gpu-7:8000", Filter())
+    assert there.title.startswith(
+        f"the newest {LIMIT} ACKs are shown, there are more: to_dataframe(), to_csv(path) and"
+    )
+    assert f"--csv FILE take {more}" in there.title

@@ -152,6 +152,13 @@ def test_a_session_is_not_connected_to_the_engine_that_it_would_stop_for_that() 
         execute(session, "stop")
 
 
+def test_a_server_that_listens_and_is_not_ready_may_still_be_starting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ServerLostError, match=r"within 0\.3 s; it may still be starting: .*Nothing was connected"):
+            RemoteOmni(url, timeout=0.3)
+
+
 def interrupted(handler: BaseHTTPRequestHandler) -> None:
     """The server hangs from now on, and whoever waits in the main thread presses Ctrl-C."""
     server: Any = handler.server
@@ -160,15 +167,27 @@ def interrupted(handler: BaseHTTPRequestHandler) -> None:
     server.freed.wait(30)
 
 
-@pytest.mark.parametrize("line", ["sleep 0", "status"])
-def test_an_interrupt_is_not_held_up_by_a_server_that_hangs_nor_is_leaving_it(odd: Rude, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "hangs", "told"),
+    [
+        ("sleep 0", "order", ""),
+        ("status", "status", ""),
+        ("sleep 0", "status", ": the sleep was not given yet"),
+        ("borrow 0", "status", ": the borrow was not given yet"),
+    ],
+)
+def test_an_interrupt_is_not_held_up_by_a_server_that_hangs_nor_is_leaving_it(
+    odd: Rude, line: str, hangs: str, told: str
+) -> None:
     session = Session(Screen())
     execute(session, f"connect {odd.url}")
-    odd.on_order, odd.on_status = interrupted, interrupted if line == "status" else odd.on_status
+    odd.on_order, odd.on_status = interrupted, interrupted if hangs == "status" else odd.on_status
     began_s = time.monotonic()
-    with pytest.raises(InterruptedVerb, match=r"interrupted; http.* does not answer at the moment; %omni status asks"):
-        execute(session, line)
-    assert time.monotonic() - began_s < 4
+    with pytest.raises(
+        InterruptedVerb, match=rf"interrupted{told}; http.* does not answer at the moment; %omni status"
+    ):
+        execute(session, line, "pass" if line == "borrow 0" else None)
+    assert time.monotonic() - began_s < 3.3
     began_s = time.monotonic()
     execute(session, "stop")
     assert time.monotonic() - began_s < 2

@@ -316,6 +316,18 @@ def test_a_borrow_on_this_machine_says_what_it_says_here(session: Session, engin
     assert engine.status().stages[0].state == "AWAKE"
 
 
+def test_a_borrow_whose_engine_went_meanwhile_wakes_nothing_of_the_next_one(session: Session, engine: Contract) -> None:
+    remote: Any = session.engine
+    borrowed = omni.borrowed([0], engine=remote, of=session)
+    told = r"another engine answers .*; what was borrowed went with it: .* Nothing was woken here$"
+    with pytest.raises(ServerLostError, match=told), borrowed as lease:
+        remote._peer.name = "1.aa@here"  # what answers from now on is another one than before
+    assert (lease.woken, lease.wake_ms) == ([], None)
+    assert engine.status().stages[0].state == "ASLEEP"
+    execute(session, "wake 0")
+    assert "another engine" not in wrote(session)
+
+
 @pytest.mark.alone
 def test_a_borrow_on_another_machine_claims_no_memory_for_this_one(
     session: Session, engine: Contract, monkeypatch: pytest.MonkeyPatch

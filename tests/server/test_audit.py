@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import socket
+import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from omni_notebook.verbs.auditing.result import SCHEMA
 from tests.engine.engine_helpers import PROMPT, collect, until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     import httpx
 
     from omni_notebook.engine.async_omni import AsyncOmni
@@ -155,7 +158,7 @@ def test_the_servers_end_ends_an_audit_with_its_stages_awake(engine: AsyncOmni) 
 
     answer = asyncio.run(scenario())
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ENDED")
-    assert "the audit ended early; the stages are awake as before" in answer.json()["error"]["message"]
+    assert "the server ends: the audit ended early; the stages are awake as before" in answer.json()["error"]["message"]
     assert states(engine) == ["AWAKE", "AWAKE"]
     assert not auditing(server)
 
@@ -216,6 +219,52 @@ def test_an_audit_that_fails_half_way_ends_with_an_error_event(http: httpx.Clien
     assert "stage 1" in json.loads(last[0].data)["error"]["message"]
 
 
+def test_an_audit_that_meets_an_error_of_no_kind_of_ours_ends_with_it_in_an_event(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from httpx_sse import connect_sse
+
+    from omni_notebook.verbs.auditing.auditor import Auditor
+
+    goes_on = threading.Event()
+
+    def fails(_auditor: Auditor, _outside: object) -> None:
+        goes_on.wait(20)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Auditor, "_run_cycles", fails)
+    with connect_sse(http, "POST", PATH, json=QUICK) as source:
+        heard = source.iter_sse()
+        assert next(heard).event == "progress"
+        goes_on.set()
+        last = [event for event in heard if event.event != "progress"]
+    assert [event.event for event in last] == ["error"]
+    error = json.loads(last[0].data)["error"]
+    assert (error["code"], error["message"]) == ("BUG", "an error of the server's own: OSError; its log says more")
+    assert "No space left on device" in caplog.text
+
+
+def test_who_leaves_before_the_first_event_ends_the_audit_too() -> None:
+    from omni_notebook.server.auditing import _Streamed
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"never asked for"
+
+    async def left() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def scenario() -> bool:
+        async def send(_message: object) -> None:
+            await asyncio.sleep(0)
+
+        running: Any = asyncio.create_task(asyncio.Event().wait())
+        await _Streamed(events(), running)({"type": "http", "asgi": {"spec_version": "2.3"}}, left, send)
+        await asyncio.wait({running}, timeout=5)
+        return bool(running.cancelled())
+
+    assert asyncio.run(scenario())
+
+
 def test_the_servers_end_is_the_last_event_of_an_audit(engine: AsyncOmni) -> None:
     import httpx
     from httpx_sse import connect_sse
@@ -231,5 +280,7 @@ def test_the_servers_end_is_the_last_event_of_an_audit(engine: AsyncOmni) -> Non
         asyncio.run(asleep(engine))
         server.stop()
         last = list(heard)[-1]
-    assert (last.event, json.loads(last.data)["error"]["code"]) == ("error", "ENDED")
+    error = json.loads(last.data)["error"]
+    assert (last.event, error["code"]) == ("error", "ENDED")
+    assert error["message"].startswith("the server ends: the audit ended early; ")
     assert states(engine) == ["AWAKE", "AWAKE"]

@@ -8,11 +8,14 @@ import json
 import socket
 import struct
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from omni_notebook.config import DEMO_FOLDER
+from omni_notebook.errors import ArgumentError
+from omni_notebook.server.stages import numbers
 from tests.engine.engine_helpers import collect, until
 from tests.server.conftest import STEPS
 
@@ -88,6 +91,14 @@ def test_the_state_is_the_engines_whoever_orders(http: httpx.Client, engine: Asy
     assert http.get("/v1/omni/status").json()["stages"][1]["state"] == "AWAKE"
 
 
+def test_a_number_in_quotes_is_no_name_though_a_models_folder_is_called_so() -> None:
+    stages = [SimpleNamespace(stage_id=0, name="1"), SimpleNamespace(stage_id=1, name="painter")]
+    engine: Any = SimpleNamespace(status=lambda: SimpleNamespace(stages=stages))
+    assert numbers(engine, ["painter", 1, 0]) == [1, 1, 0]
+    with pytest.raises(ArgumentError, match=r"there is no stage '1'; this engine has 0 \(1\), 1 \(painter\)"):
+        numbers(engine, ["1"])
+
+
 def test_stages_go_by_number_or_by_name(http: httpx.Client, engine: AsyncOmni) -> None:
     def acked(order: str, *stages: int | str) -> list[int]:
         return [ack["stage_id"] for ack in http.post(f"/v1/omni/{order}", json={"stage_ids": stages}).json()["acks"]]
@@ -114,7 +125,12 @@ def test_stages_go_by_number_or_by_name(http: httpx.Client, engine: AsyncOmni) -
         ("sleep", {"stage_ids": ["thinkr"]}, "there is no stage 'thinkr'; this engine has 0 (thinker), 1 (painter)"),
         ("wakeup", {"stage_ids": [0, "1"]}, "there is no stage '1'; this engine has 0 (thinker), 1 (painter)"),
         ("restart", {"stage_id": "all"}, "there is no stage 'all'; this engine has 0 (thinker), 1 (painter)"),
-        ("sleep", {"stage_ids": [True]}, "body.stage_ids.0"),
+        ("sleep", {"stage_ids": [True]}, "body.stage_ids.0: Input should be a number or a name"),
+        (
+            "sleep",
+            {"stage_ids": [0, 1.0, None]},
+            "body.stage_ids.1: Input should be a number or a name",
+        ),
         ("sleep", {"stage_ids": "thinker"}, "body.stage_ids: Input should be a valid list"),
         ("sleep", {"stage_ids": []}, "body.stage_ids: List should have at least 1 item"),
         ("sleep", {"timeout": 0}, "body.timeout: Input should be greater than or equal to 0.001"),

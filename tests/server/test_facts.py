@@ -160,6 +160,9 @@ def test_whether_an_order_is_under_way_is_told_by_its_name(http: httpx.Client, e
             )
             await until(lambda: engine.status().stages[1].state == "FALLING_ASLEEP")
             assert await asyncio.to_thread(under_way)
+            again = {"url": "/v1/omni/abort", "json": {"request_id": "none"}, "headers": named}
+            assert (await asyncio.to_thread(http.post, **again)).status_code == 200
+            assert await asyncio.to_thread(under_way)  # the first of this name still is
             assert (await order).status_code == 200
         assert not await asyncio.to_thread(under_way)
 

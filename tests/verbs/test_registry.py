@@ -1,4 +1,5 @@
 import argparse
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,3 +152,11 @@ def test_a_new_verb_is_one_class(session, monkeypatch):
             return args.word, args.cell
 
     assert registry.execute(session, "borrow x", "train()") == ("x", "train()")
+
+
+def test_a_name_that_several_stages_have_is_not_taken_for_one_of_them(session):
+    stages = [SimpleNamespace(stage_id=number, name=name) for number, name in enumerate(("twin", "twin", "painter"))]
+    session.use(SimpleNamespace(status=lambda: SimpleNamespace(closed=False, stages=stages)))
+    assert session.stage_ids([["painter", "0"], ["2"]]) == [0, 2]
+    with pytest.raises(ArgumentError, match=r"'twin' names several stages, take the number; stages are: 0 twin, 1 twi"):
+        session.stage_ids([["painter", "twin"]])

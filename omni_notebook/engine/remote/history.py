@@ -54,10 +54,10 @@ class HistoryThere(History):
     @property
     def title(self) -> str:
         """How many, of which there are more; those that a server does not tell at once are said to be there."""
-        more = (
-            "" if self._told_all or self.wanted.limit else f" (of more than {MOST}, which --since and --stage narrow)"
-        )
-        return super().title + more
+        title = super().title
+        if self._told_all or self.wanted.limit:
+            return title
+        return f"{title.removesuffix('all')}the newest {MOST:,}; --since and --stage reach those before"
 
     def __iter__(self) -> Iterator[PastAck]:
         return iter(self._all)

@@ -39,7 +39,9 @@ _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.
 _GOES_ON = """\
 it may go on there, and was not sent again. engine.status() (%omni status) shows what came of it once it \
 answers"""
+_CLOSED = ("Server disconnected", "peer closed connection")
 _EVENTS = {"Accept": "text/event-stream"}
+_ENDED = "it has ended there, or never arrived, and was not sent again"
 _ENDS = "it ends there with its client, and was not sent again"
 _OTHER = "another engine answers there now"
 _NOT_THERE = "the server answers, and does not have it under way"
@@ -122,9 +124,11 @@ class Line:
         return answer
 
     async def ask(
-        self, method: str, path: str, params: dict[str, Any] | None = None, *, now: str = UNCHANGED
+        self, method: str, path: str, params: dict[str, Any] | None = None, *, now: str = UNCHANGED, late: str = ""
     ) -> Answer:
         """The answer, whatever its status, within `Address.short_s`; `now` says what is true where there is none.
+
+        `late`: the same where somebody listens and does not answer.
 
         Raises:
             ServerLostError: there is none.
@@ -135,7 +139,7 @@ class Line:
                 with self._working():
                     response = await self._http().request(method, path, params=params)
         except TimeoutError:
-            msg = f"{self._address.url} did not answer within {bound_s:g} s; {now}"
+            msg = f"{self._address.url} did not answer within {bound_s:g} s; {late or now}"
             raise ServerLostError(msg) from None
         except httpx.HTTPError as error:
             msg = f"{self._address.url} does not answer ({_why(error)}); {now}"
@@ -215,7 +219,11 @@ class Line:
         url = self._address.url
         if isinstance(error, _NOT_SENT):
             return ServerLostError(f"nobody answers at {url} ({_why(error)}): the {wait.what} was not sent")
-        goes = _KNOWN.get(str(error)) or (_ENDS if wait.streamed else _GOES_ON)
+        told = str(error)
+        if wait.streamed:  # a status tells nothing of a request
+            goes = _ENDED if told == _NOT_THERE else _KNOWN.get(told, _ENDS)
+        else:
+            goes = _KNOWN.get(told, _GOES_ON)
         return ServerLostError(f"the connection to {url} was lost during the {wait.what} ({_why(error)}): {goes}")
 
     # --------------------------------------------------------------------------------- watching
@@ -370,6 +378,8 @@ def _plain(value: Any) -> Any:
 
 def _why(error: BaseException) -> str:
     """What the operating system says of it; else what the exception says, or its name."""
+    if isinstance(error, httpx.RemoteProtocolError) and str(error).startswith(_CLOSED):
+        return "it was closed there" if "without sending a" in str(error) else "it was closed there, half-way"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLError):  # its number is of another list than the system's

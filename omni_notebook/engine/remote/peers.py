@@ -71,7 +71,8 @@ class Peer:
 def _told(url: str, before: str | None, name: str) -> str:
     was, now = Named.read(before or ""), Named.read(name)
     where = f" on {now.host}" if now.host != was.host else ""
+    whence = "which started it anew" if now == was else f"before: process {was.pid}"
     return (
-        f"another engine answers at {url} since {time.strftime('%H:%M:%S')} (process {now.pid}{where}; before: process "
-        f"{was.pid}): states and memory are its own, orders to the one before went with that"
+        f"another engine answers at {url} since {time.strftime('%H:%M:%S')} (process {now.pid}{where}; {whence}): "
+        "states and memory are its own, orders to the one before went with that"
     )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 OMNI = "/v1/omni"
 _OK, _BAD = 200, 400
 _NOBODY = "is a server running there (omni-notebook serve MODEL)? Nothing was connected"
+_LATE = "it may still be starting: its own line says where it is served once it is ready. Nothing was connected"
 _ERRORS = {"sleep": SleepError, "wake": WakeError}
 
 
@@ -157,7 +158,7 @@ async def meet(line: Line) -> Server:
     from omni_notebook.engine.remote.plain import Plain  # noqa: PLC0415  (it needs this module)
 
     try:
-        answer = await line.ask("GET", VERSION, now=_NOBODY)
+        answer = await line.ask("GET", VERSION, now=_NOBODY, late=_LATE)
     except ServerLostError:
         await _check_scheme(line)
         raise

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.engine_api import Engine
 
 DEVICES_S = 1.0
-JOIN_S = 2.0
+JOIN_S = 1.2
+FRESH_S = 0.7
+"""So long a dashboard that is closed waits for its last frame: a status there may not answer."""
 SHUTDOWN_S = 30.0
 """So long a closed engine is watched while it gives its memory back."""
 
@@ -51,6 +53,8 @@ class Sampler:
         self._trouble = self._blind = ""
         self._ended, self._heard_all = threading.Event(), threading.Event()
         self._closed_s: float | None = None
+        self._begun = self._shown = 0
+        self._told = threading.Condition()
         self._subscription = engine.subscribe()
         self._listen(engine)
         self.frame = self._sample(engine)
@@ -96,6 +100,14 @@ class Sampler:
         """Whether frames still come."""
         return not self._ended.is_set()
 
+    def fresh(self) -> None:
+        """Return when a frame that was begun after now is shown, none comes any more, or `FRESH_S` have passed."""
+        if self._thread is threading.current_thread():
+            return
+        with self._told:
+            wanted = self._begun + 1
+            self._told.wait_for(lambda: self._shown >= wanted or not self.running, FRESH_S)
+
     def end(self) -> None:
         """Make no more frames; does not wait."""
         self._ended.set()
@@ -122,6 +134,8 @@ class Sampler:
     def _turn(self, engine: Engine) -> bool:
         """One sample, shown to everyone; whether there will be another."""
         last = self._is_last()
+        with self._told:
+            self._begun += 1
         self.frame = frame = self._frame(engine, last=last)
         self._blind = ""
         with self._lock:
@@ -130,6 +144,9 @@ class Sampler:
                     return False
                 if listener in self._listeners:  # one before it may have closed it
                     self._show(listener, frame)
+        with self._told:
+            self._shown = self._begun
+            self._told.notify_all()
         return not last
 
     def _frame(self, engine: Engine, *, last: bool) -> Frame:
@@ -156,6 +173,8 @@ class Sampler:
 
     def _let_go(self) -> None:
         self._ended.set()
+        with self._told:
+            self._told.notify_all()
         self._subscription.close()
         self._probe.close()
         self.engine = None

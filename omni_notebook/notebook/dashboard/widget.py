@@ -113,6 +113,7 @@ class Dashboard(widgets.VBox):  # type: ignore[misc]  # ipywidgets ships no type
         """Free everything: thread, subscription, widgets, the engine; the still pictures stay. Idempotent."""
         watched, self.sampler = self.sampler, None
         if watched is not None:
+            watched.fresh()  # what stays shows how things are, not how they were at the last look
             sampling.detach(watched, self._show)
             self._watch.close()
             self._pieces = None

@@ -41,6 +41,7 @@ class Audit:
     """
 
     name = "audit"
+    gives_orders = True
     python = "omni.audit(stage_ids=[0], level=2)"
 
     def prepare_parser(self, parser: VerbParser) -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from omni_notebook.verbs.session import Session
     from omni_notebook.verbs.waits import Wait
 
+_WENT = "what was borrowed went with it: that memory was not yours to the end. Nothing was woken here"
 NO_ROOM = frozenset({"OUT_OF_MEMORY", "MemoryError"})
 
 
@@ -132,6 +133,7 @@ class Borrowed:
         self._session = session() if of is None else of
         self._given: Engine | None = engine
         self._before: list[StageStatus] = []
+        self._told: tuple[str, ...] = ()
         self._watch: PeakWatch | None = None
         self._began_s = 0.0
         self._used = False
@@ -140,8 +142,13 @@ class Borrowed:
     @property
     def _engine(self) -> Engine:
         if self._given is None:
+            self._session.check_told("borrow")
             self._given = self._session.engine
         return self._given
+
+    @property
+    def _news(self) -> tuple[str, ...]:
+        return tuple(getattr(self._engine, "news", ()))  # one in this process has none
 
     # ----------------------------------------------------------------------------- the two ways
 
@@ -225,6 +232,7 @@ class Borrowed:
         if moving:
             msg = f"another order is on its way: {hints.describe(moving)}; nothing was changed"
             raise AsleepError(msg)
+        self._told = self._news
         self._before = [stage for stage in self._before if stage.state is not MemoryState.ASLEEP]
         self.lease.stage_ids = [stage.stage_id for stage in self._before]
 
@@ -261,8 +269,17 @@ class Borrowed:
         tidying.tidy()
 
     def _wakes(self) -> list[Callable[[], Coroutine[Any, Any, list[OmniACK]]]]:
-        """The orders that bring every stage back to what it was, one for all that were awake; not those that failed."""
+        """The orders that bring every stage back to what it was, one for all that were awake; not those that failed.
+
+        Raises:
+            ServerLostError: another engine answers by now, whose stages did not sleep for this.
+        """
         failed = {stage.stage_id for stage in self._failed()}
+        news = self._news
+        if self.lease.stage_ids and news != self._told:
+            self._session.shown(news)
+            msg = f"{news[-1]}; {_WENT}"
+            raise ServerLostError(msg)
         back = [stage for stage in self._before if stage.stage_id not in failed]
         awake = [stage.stage_id for stage in back if stage.state is MemoryState.AWAKE]
         orders = [self._wake(awake)] if awake else []
@@ -359,7 +376,8 @@ class Borrowed:
 def _unsure(lost: ServerLostError, stage_ids: Sequence[int], error: BaseException | None = None) -> ServerLostError:
     """With what may be true there, and the line that helps."""
     ids = " ".join(map(str, stage_ids))
-    slept = f"; what was borrowed may be asleep there: once it answers, %omni wake {ids} wakes it" if ids else ""
+    asleep = ids and _WENT not in str(lost)
+    slept = f"; what was borrowed may be asleep there: once it answers, %omni wake {ids} wakes it" if asleep else ""
     return ServerLostError(f"{lost}{slept}{_also(error)}")
 
 

@@ -32,6 +32,7 @@ class Borrow:
     """
 
     name = "borrow"
+    gives_orders = True
     takes_cell = True
     python = "with omni.borrowed([0], level=1):"
 

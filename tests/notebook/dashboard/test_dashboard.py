@@ -178,6 +178,26 @@ def test_requests_show_while_they_run(real, until):
     dashboard.close()
 
 
+def test_what_stays_is_how_things_were_at_the_close(engine, shell):
+    for state in (MemoryState.FAILED, MemoryState.WAKING, MemoryState.NEEDS_WEIGHTS):
+        dashboard = omni.dashboard(engine)
+        engine.current = status(stage(0, state=state, ranks=ranks(1)))
+        dashboard.close()
+        assert dashboard.frame.view.status.stages[0].state is state
+
+
+def test_a_close_is_held_up_by_no_status_that_does_not_come(engine, shell):
+    comes, asked = threading.Event(), threading.Event()
+    dashboard = omni.dashboard(engine)
+    answer = engine.status
+    engine.status = lambda: (asked.set(), comes.wait(20), answer())[2]
+    assert asked.wait(5)
+    began_s = time.monotonic()
+    dashboard.close()
+    assert time.monotonic() - began_s < 4
+    comes.set()
+
+
 # ------------------------------------------------------------------------------------ one of many
 
 

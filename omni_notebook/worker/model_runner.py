@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -11,17 +12,19 @@ from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.memory.device.capturing import synchronize
 from omni_notebook.models.loaders import check_fits, checkpoint_dtype, checkpoint_files, load_into
 from omni_notebook.models.places import Places
+from omni_notebook.worker.arriving import Execution
 from omni_notebook.worker.graphs import NO_GRAPHS, Graphs
 from omni_notebook.worker.lora import Loras
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.memory.device.reader import FileReader
     from omni_notebook.models.parallel import ParallelModel
+    from omni_notebook.worker.arriving import Followed
     from omni_notebook.worker.batches import Prefetch
     from omni_notebook.worker.graphs import Recall
 
@@ -65,6 +68,7 @@ class ModelRunner:
         self._device, self._reader = pool.device, pool.reader()
         pool.adopt(self._model, WEIGHTS)
         self.reset_buffers()
+        self._execution = Execution(self._model)
 
     def check_weights(self, folder: Path) -> None:
         """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
@@ -124,6 +128,17 @@ class ModelRunner:
             return run
         self._graphs = Graphs(run, self._device)
         return self._graphs
+
+    def tensors_in_order(self) -> Sequence[torch.Tensor]:
+        """The weights in the order in which a pass needs them."""
+        return self._execution.tensors()
+
+    @contextlib.contextmanager
+    def arriving(self, arrivals: Followed) -> Iterator[None]:
+        """Batches meanwhile follow weights that are on their way, and use no graphs."""
+        without_graphs = contextlib.nullcontext() if self._graphs is None else self._graphs.skipped()
+        with without_graphs, self._execution.following(arrivals):
+            yield
 
     def drop_graphs(self) -> None:
         """See `Runner.drop_graphs`."""

@@ -131,6 +131,17 @@ def ones(*shape, value=1.0):
     return torch.full(shape, value)
 
 
+def test_while_weights_are_on_their_way_the_function_is_called_itself_and_nothing_is_captured(rig):
+    rig.graphs(ones(2, 4), None)
+    runs, captures = len(rig.runs), len(rig.cuda.captures)
+    with rig.graphs.skipped():
+        assert torch.equal(rig.graphs(ones(2, 4), None), ones(2, 4) @ rig.w)
+        assert torch.equal(rig.graphs(ones(3, 4), None), ones(3, 4) @ rig.w)
+    assert (len(rig.runs), len(rig.cuda.captures)) == (runs + 2, captures)
+    assert torch.equal(rig.graphs(ones(2, 4), None), ones(2, 4) @ rig.w)
+    assert len(rig.runs) == runs + 2  # a replay again
+
+
 def test_outputs_are_the_functions_for_every_shape_and_are_nobody_elses(rig):
     first = rig.graphs(ones(2, 4), None)
     second = rig.graphs(ones(2, 4, value=3.0), None)

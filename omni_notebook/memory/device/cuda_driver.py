@@ -49,11 +49,18 @@ class CudaDriver(AllocatorDriver):
         found: torch.Tensor = self._driver.tensor_at(self._index, address, n_bytes, None)
         return found
 
-    def mark(self) -> int:
+    def mark(self, *, fills: bool = False) -> int:
         """See `Driver.mark`."""
-        self._copying = self._copying or self._driver.new_stream()
-        mark: int = self._driver.record_event(self._copying)
+        if fills:
+            self._filling = self._filling or self._driver.new_stream()
+        else:
+            self._copying = self._copying or self._driver.new_stream()
+        mark: int = self._driver.record_event(self._filling if fills else self._copying)
         return mark
+
+    def follow(self, mark: int) -> None:
+        """See `Driver.follow`."""
+        self._driver.follow_event(self._torch.current_stream(self._index).cuda_stream, mark)
 
     def reached(self, mark: int) -> None:
         """See `Driver.reached`."""

@@ -45,6 +45,9 @@ class Stage:
         self.model = make_model(config)
         self.connector: Connector | None = None
         self.in_transit: Callable[[], int] = lambda: 0
+        self.at_gate: Callable[[], int] = lambda: 0
+        self.arrives = False
+        self.arriving = False
         self.made_room: Callable[[], None] = lambda: None
         self.replicas: list[Replica | VllmReplica] = []
         self.state = MemoryState.WAKING
@@ -141,6 +144,7 @@ class Stage:
             replica.loaded()
         self.weight_version = version
         self.device_name = report.device_name
+        self.arrives = report.arrives
         self.tags = dict(report.tags)
         self.last_error = None
         self.recoverable = self.reproducible
@@ -200,6 +204,12 @@ class Stage:
         if awake_tags is not None:
             self.awake_tags = awake_tags
         self.tell(reason)
+
+    def set_arriving(self, *, arriving: bool) -> None:
+        """While a wake still copies, those who wait for it may begin; it shows in no state."""
+        if self.arriving != arriving:
+            self.arriving = arriving
+            self.tell("requests begin while memory comes" if arriving else "memory has come, or the wake has failed")
 
     def set_pause(self, state: PauseState, mode: str | None, reason: str = "") -> None:
         """Change the pause state and tell everyone."""

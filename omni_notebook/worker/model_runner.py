@@ -13,7 +13,7 @@ from omni_notebook.memory.device.capturing import synchronize
 from omni_notebook.models.loaders import check_fits, checkpoint_dtype, checkpoint_files, load_into
 from omni_notebook.models.places import Places
 from omni_notebook.worker.arriving import Execution
-from omni_notebook.worker.graphs import NO_GRAPHS, Graphs
+from omni_notebook.worker.graphs import NO_GRAPHS, Graphs, Recall
 from omni_notebook.worker.lora import Loras
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from omni_notebook.models.parallel import ParallelModel
     from omni_notebook.worker.arriving import Followed
     from omni_notebook.worker.batches import Prefetch
-    from omni_notebook.worker.graphs import Recall
 
 CPU_DTYPE = torch.float32
 """`dtype="auto"` on a CPU: half types are slower there and not batch-invariant."""
@@ -148,6 +147,10 @@ class ModelRunner:
     def recall_graphs(self) -> Recall:
         """See `Runner.recall_graphs`."""
         return NO_GRAPHS if self._graphs is None else self._graphs.recall()
+
+    def recall_later(self) -> Recall:
+        """See `ArrivingRunner.recall_later`."""
+        return Recall(None, None if self._graphs is None else "CUDA graphs are checked before the next batch")
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -231,6 +231,7 @@ class DeviceWaking:
         chosen = self._core.books.select(None, TagState.MAPPED, "finish_wake")
         arrivals, self._arrivals = self._arrivals, None
         started = time.perf_counter()
+        self._core.driver.attach()
         try:
             self._core.driver.finish()  # not by the marks: who follows them must not wait for this
         finally:

@@ -46,7 +46,7 @@ async def commit_beside(stage: Stage, task_id: str, reason: str, context: Contex
     replica.withhold()
     late, good = False, False
     try:
-        stage.set_arriving(arriving=True)
+        stage.open_early()
         stage.reopen(reason)
         await asyncio.wait({committing}, timeout=context.deadline.left_s())
         late = not committing.done()
@@ -55,7 +55,7 @@ async def commit_beside(stage: Stage, task_id: str, reason: str, context: Contex
         answers = await committing
         good = first_error(answers) is None
     finally:
-        stage.set_arriving(arriving=False)
+        stage.arriving = False
         if not good:
             stage.close(reason)
         replica.release(committed=good)

@@ -205,11 +205,10 @@ class Stage:
             self.awake_tags = awake_tags
         self.tell(reason)
 
-    def set_arriving(self, *, arriving: bool) -> None:
-        """While a wake still copies, those who wait for it may begin; it shows in no state."""
-        if self.arriving != arriving:
-            self.arriving = arriving
-            self.tell("requests begin while memory comes" if arriving else "memory has come, or the wake has failed")
+    def open_early(self) -> None:
+        """Let those who wait for a wake begin while it still copies; `arriving` is taken back when it has ended."""
+        self.arriving = True
+        self.tell("requests begin while memory comes")
 
     def set_pause(self, state: PauseState, mode: str | None, reason: str = "") -> None:
         """Change the pause state and tell everyone."""

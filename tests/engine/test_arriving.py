@@ -16,7 +16,7 @@ from omni_notebook.executors.mp import executor as mp_executor
 from omni_notebook.memory import cuda
 from omni_notebook.worker import worker
 from tests.engine.arriving_worker import ARRIVING, ArrivingWorker
-from tests.engine.engine_helpers import collect, golden, held, in_processes, reset, slow, tell, until
+from tests.engine.engine_helpers import PARAMS, PROMPT, collect, golden, held, in_processes, reset, slow, tell, until
 from tests.engine.painting import PAINTER, THINKER, draw, journal, picture, places, stage
 
 if TYPE_CHECKING:
@@ -66,11 +66,8 @@ async def waiting(engine: AsyncOmni, seen: list[Any], **known: Any) -> asyncio.T
     await engine.sleep([THINKER])
 
     async def read() -> None:
-        params = {"seed": 42, "num_inference_steps": 6}
-        async for output in engine.generate(
-            "a red star above a blue circle", sampling_params=params, admission_timeout=30, **known
-        ):
-            seen.append(output)
+        async for output in engine.generate(PROMPT, sampling_params=PARAMS, admission_timeout=30, **known):
+            seen.append(output)  # noqa: PERF401  (each is looked for as it comes)
 
     task = asyncio.create_task(read())
     await until(lambda: stage(engine, THINKER).waiting_at_gate == 1)

@@ -284,6 +284,8 @@ def test_a_worker_that_ends_gives_its_graphs_up_before_the_memory_that_they_read
         _runner=part("runner", "close", "drop_graphs"),
         _group=part("group", "close"),
         _pool=part("pool", "close"),
+        _control=SimpleNamespace(waking=part("wakes", "close")),
     )
     Worker.shutdown(worker)
     assert order.index("outputs close") < order.index("runner drop_graphs") < order.index("pool close")
+    assert order.index("wakes close") < order.index("pool close")

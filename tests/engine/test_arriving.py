@@ -75,21 +75,21 @@ async def waiting(engine: AsyncOmni, seen: list[Any], **known: Any) -> asyncio.T
     return task
 
 
-async def executed(engine: AsyncOmni, stage_id: int = THINKER, what: str = "execute ends") -> None:
+async def executed(engine: AsyncOmni, stage_id: int) -> None:
     """Wait until a batch has been computed."""
     async with asyncio.timeout(20):
-        while not places(await journal(engine, stage_id), what):  # noqa: ASYNC110 (a rank signals nothing here)
+        while not places(await journal(engine, stage_id), "execute ends"):  # noqa: ASYNC110 (a rank signals nothing here)
             await asyncio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager
-async def half_way(
-    engine: AsyncOmni, stage_id: int = THINKER, what: str = "execute ends"
-) -> AsyncIterator[asyncio.Task[Any]]:
-    """A wake whose copies are held, beside which a batch has been computed."""
+async def half_way(engine: AsyncOmni, stage_id: int = THINKER) -> AsyncIterator[asyncio.Task[Any]]:
+    """A wake whose copies are held, beside which a batch has been computed; no other begins."""
     with held(engine, stage_id, "finish_wake"):
         waking = asyncio.create_task(engine.wake_up([stage_id]))
-        await executed(engine, stage_id, what)
+        await executed(engine, stage_id)
+        later = [entry for _ in range(20) for entry in await journal(engine, stage_id)]  # time for its answer
+        assert not places(later, "execute begins")
         assert stage(engine, stage_id).state == "WAKING"
         yield waking
 
@@ -262,6 +262,7 @@ def test_other_wakes_are_as_they_were(engine: AsyncOmni, how: str) -> None:
     async def run() -> None:
         seen: list[Any] = []
         request = None
+        await journal(engine, THINKER)
         if how == "a tag":
             request = await waiting(engine, seen)
             await engine.wake_up([THINKER], tags=["weights"])

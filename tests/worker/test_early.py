@@ -10,7 +10,7 @@ import pytest
 from omni_notebook.memory.base import LORA, DeviceError, TransitionCancelledError
 from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
 from omni_notebook.worker.graphs import Recall
-from tests.memory.fake_cuda import MIB, Rig
+from tests.memory.fake_cuda import MIB
 from tests.memory.fake_ranges import OwnRig
 from tests.worker.device_rank import Books, control_of, sleep
 
@@ -38,9 +38,9 @@ class EarlyBooks(Books):
         return Recall(True, None)
 
 
-@pytest.fixture(params=[Rig, OwnRig])
-def early(request):
-    rig, books = request.param(), EarlyBooks()
+@pytest.fixture
+def early():
+    rig, books = OwnRig(), EarlyBooks()
     books.rig = rig
     control = control_of(rig, books, alone=True)
     yield rig, books, control
@@ -113,15 +113,12 @@ def test_an_order_that_is_cancelled_while_copies_come_does_not_commit(early):
 
 
 @pytest.mark.parametrize("why", ["not alone", "level 2", "some tags", "adapters", "no weights", "the runner can not"])
-@pytest.mark.parametrize("make", [Rig, OwnRig])
-def test_a_wake_that_no_batch_can_follow_is_prepared_as_ever(make, why):
-    rig = make()
+def test_a_wake_that_no_batch_can_follow_is_prepared_as_ever(why):
+    rig = OwnRig()
     books = Books() if why == "the runner can not" else EarlyBooks()
     books.rig = rig
     control = control_of(rig, books, alone=why != "not alone")
     if why == "adapters":
-        if make is Rig:
-            pytest.skip("vLLM's pool holds none of ours")
         rig.pool.empty((MIB,), rig.cache.kv.dtype, LORA, recomputable=False)
     sleep(control, 2 if why == "level 2" else 1)
     if why == "no weights":

@@ -14,6 +14,7 @@ from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import AsleepError, StageFailedError, WakeError
 from omni_notebook.executors.mp import executor as mp_executor
 from omni_notebook.memory import cuda
+from omni_notebook.stages import transitions
 from omni_notebook.worker import worker
 from tests.engine.arriving_worker import ARRIVING, ArrivingWorker
 from tests.engine.engine_helpers import PARAMS, PROMPT, collect, golden, held, in_processes, reset, slow, tell, until
@@ -233,6 +234,60 @@ def test_a_pause_beside_the_copies_holds_once_they_have_come(engine: AsyncOmni) 
         assert len(seen) == 1  # the token that was computed before
         await engine.resume_generation()
         await request
+
+    asyncio.run(run())
+
+
+def test_both_stages_wake_and_what_the_first_computes_early_is_drawn_by_the_second(
+    engine: AsyncOmni, sound: tuple[list[int], bytes]
+) -> None:
+    async def run() -> None:
+        seen: list[Any] = []
+        await engine.sleep([PAINTER])
+        request = await waiting(engine, seen)
+        with held(engine, THINKER, "finish_wake"):
+            waking = asyncio.create_task(engine.wake_up())
+            await executed(engine, THINKER)
+            assert [str(stage(engine, number).state) for number in (THINKER, PAINTER)] == ["WAKING", "AWAKE"]
+        assert [ack.status for ack in await waking] == ["SUCCESS", "SUCCESS"]
+        await request
+        assert written(seen) == sound
+
+    asyncio.run(run())
+
+
+def test_a_batch_that_fails_beside_the_copies_ends_its_requests_behind_the_commit(engine: AsyncOmni) -> None:
+    async def run() -> None:
+        seen: list[Any] = []
+        request = await waiting(engine, seen)
+        tell(engine, THINKER, ONLY, "execute", error="ValueError", args=["no such token"])
+        async with half_way(engine) as waking:
+            assert not request.done()
+            tell(engine, THINKER, ONLY, "execute")
+        assert (await waking)[0].ok
+        with pytest.raises(Exception, match="no such token"):
+            await request
+
+    asyncio.run(run())
+
+
+def test_a_batch_that_does_not_end_after_its_wake_has_failed_leaves_a_failed_stage(
+    engine: AsyncOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transitions, "GRACE_S", 0.2)
+
+    async def run() -> None:
+        seen: list[Any] = []
+        request = await waiting(engine, seen)
+        with held(engine, THINKER, "execute"):
+            tell(engine, THINKER, ONLY, "finish_wake", error="RuntimeError", args=["a copy failed"])
+            with pytest.raises(WakeError, match="a batch had not ended"):
+                await engine.wake_up([THINKER], timeout=0.3)
+            assert stage(engine, THINKER).state == "FAILED"
+            with pytest.raises(StageFailedError):
+                await request
+            assert seen == []
+        tell(engine, THINKER, ONLY, "finish_wake")
 
     asyncio.run(run())
 

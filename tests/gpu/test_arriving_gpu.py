@@ -5,6 +5,7 @@ With `-s` the last line is what was measured, as JSON.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from omni_notebook import AsyncOmni
 from omni_notebook.worker.arriving import Execution
+from tests.engine.engine_helpers import PARAMS, PROMPT, golden, until
 
 LAYERS, WIDTH, TOKENS, CYCLES = 96, 8192, 2048, 5
 
@@ -108,3 +111,46 @@ def test_a_pass_that_follows_an_aborted_wake_ends_before_its_memory_goes(pool, m
     pool.map_restore()
     pool.commit_wake()
     assert torch.equal(drawn(model, x), golden)
+
+
+async def first_output(engine, *, early):
+    """Sleep, wake and generate: seconds from the wake's beginning to the first output, the ACK, all outputs."""
+    await engine.sleep([0])
+    await asyncio.sleep(1)  # directly after it the driver clears pages with the copy engines
+    seen, came_s = [], []
+
+    async def read():
+        async for output in engine.generate(PROMPT, sampling_params=PARAMS, admission_timeout=60):
+            came_s.append(time.perf_counter())
+            seen.append(output)
+
+    reading = asyncio.create_task(read()) if early else None
+    if early:
+        await until(lambda: engine.status().stages[0].waiting_at_gate == 1)
+    began_s = time.perf_counter()
+    (ack,) = await engine.wake_up([0])
+    await (reading or read())
+    return came_s[0] - began_s, ack, seen
+
+
+def written(outputs):
+    """As `golden`."""
+    return next(o.outputs[0].token_ids for o in reversed(outputs) if o.outputs), outputs[-1].images[0].tobytes()
+
+
+def test_a_request_that_waits_for_a_wake_of_an_engine_gets_the_same_and_graphs_are_checked_later():
+    async def run(engine):
+        before = await golden(engine)
+        took_s = {True: [], False: []}
+        for early in (False, True) * 3:
+            seconds, ack, outputs = await first_output(engine, early=early)
+            took_s[early].append(seconds)
+            assert ack.ok
+            assert written(outputs) == before
+            assert ack.metadata["cuda_graph_recalled"] is (None if early else True)
+            assert ("CUDA graphs are checked before the next batch" in (ack.metadata["note"] or "")) is early
+        best = {"early": round(min(took_s[True]), 4), "after the wake": round(min(took_s[False]), 4)}
+        print(f"\nFIGURES {json.dumps({'what': 'first output of a waiting request, s', 'ballast_gib': 4, **best})}")
+
+    with AsyncOmni("demo", device="cuda", executor="mp", ballast_bytes=4 << 30) as engine:
+        asyncio.run(run(engine))

@@ -121,7 +121,8 @@ class Gates:
         if self.closed:
             return EngineClosedError("the engine was shut down; start a new one")
         stages = [self._stages[i] for i in route]
-        errors = [e for e in (_stage_error(s) for s in stages if not (waits and s.arriving)) if e is not None]
+        closed = [s for s in stages if not (waits and s.arriving and s.state == MemoryState.WAKING)]
+        errors = [e for e in map(_stage_error, closed) if e is not None]
         final = next((e for e in errors if not isinstance(e, AsleepError)), None)
         return final or self._pause_error() or next(iter(errors), None)
 

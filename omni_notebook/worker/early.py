@@ -50,9 +50,10 @@ class EarlyBatches:
         """Call `commit` once all has come; nothing is committed, and all stays mapped, where a copy failed."""
 
         def finish() -> OmniACK:
-            ack = commit(self._pool.finish_wake())
-            self._arrivals = None
-            return ack
+            try:
+                return commit(self._pool.finish_wake())
+            finally:
+                self._arrivals = None
 
         return self._lane.submit(finish)
 

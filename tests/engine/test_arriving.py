@@ -197,9 +197,9 @@ def test_a_deadline_that_passes_beside_a_batch_takes_the_wake_back(engine: Async
     async def run() -> None:
         seen: list[Any] = []
         request = await waiting(engine, seen)
-        with slow(engine, THINKER, 0.6, "finish_wake"):
+        with slow(engine, THINKER, 1.2, "finish_wake"):
             with pytest.raises(WakeError) as raised:
-                await engine.wake_up([THINKER], timeout=0.2)
+                await engine.wake_up([THINKER], timeout=0.7)
             assert [ack.metadata["error_code"] for ack in raised.value.acks] == ["DEADLINE"]
             assert at_rest(engine) == ("ASLEEP", 1, 0, 1)
         assert seen == []
@@ -282,7 +282,7 @@ def test_a_batch_that_does_not_end_after_its_wake_has_failed_leaves_a_failed_sta
         with held(engine, THINKER, "execute"):
             tell(engine, THINKER, ONLY, "finish_wake", error="RuntimeError", args=["a copy failed"])
             with pytest.raises(WakeError, match="a batch had not ended"):
-                await engine.wake_up([THINKER], timeout=0.3)
+                await engine.wake_up([THINKER], timeout=0.8)
             assert stage(engine, THINKER).state == "FAILED"
             with pytest.raises(StageFailedError):
                 await request

@@ -45,6 +45,10 @@ class Gated(Protocol):
     def recoverable(self) -> bool:
         """Whether a path has its weights."""
 
+    @property
+    def arriving(self) -> bool:
+        """Whether those who wait for its wake may begin already."""
+
 
 class Gates:
     """Admits requests; closed while a stage is paused, or while a stage on the request's route is not awake."""
@@ -53,6 +57,7 @@ class Gates:
         self._stages = stages
         self._changed = Signal()
         self.waiting: Counter[int] = Counter()
+        self.first: Counter[int] = Counter()
         self.closed = False
 
     def notify(self) -> None:
@@ -83,11 +88,14 @@ class Gates:
             return
         self._raise_if_final(error)
         self.waiting.update(route)
+        self.first[route[0]] += 1
+        waits = timeout_s > 0
         try:
-            opened = await self._changed.until(lambda: self._settled(route), Deadline(timeout_s), token)
+            opened = await self._changed.until(lambda: self._settled(route, waits=waits), Deadline(timeout_s), token)
         finally:
             self.waiting.subtract(route)
-        error = self._closed_by(route)
+            self.first[route[0]] -= 1
+        error = self._closed_by(route, waits=waits)
         if error is None:
             return
         self._raise_if_final(error)
@@ -96,8 +104,8 @@ class Gates:
         error.args = (f"{error}. The request waited {timeout_s:g} s (admission_timeout)",)
         raise error
 
-    def _settled(self, route: Sequence[int]) -> bool:
-        error = self._closed_by(route)
+    def _settled(self, route: Sequence[int], *, waits: bool) -> bool:
+        error = self._closed_by(route, waits=waits)
         return error is None or not isinstance(error, PausedError | AsleepError)
 
     @staticmethod
@@ -105,11 +113,16 @@ class Gates:
         if not isinstance(error, PausedError | AsleepError):
             raise error
 
-    def _closed_by(self, route: Sequence[int]) -> OmniError | None:
-        """The error that names what closes the gates, or None; what is final comes before what may pass."""
+    def _closed_by(self, route: Sequence[int], *, waits: bool = False) -> OmniError | None:
+        """The error that names what closes the gates, or None; what is final comes before what may pass.
+
+        A stage whose memory arrives is open to those who have waited for it.
+        """
         if self.closed:
             return EngineClosedError("the engine was shut down; start a new one")
-        errors = [e for e in (_stage_error(self._stages[i]) for i in route) if e is not None]
+        stages = [self._stages[i] for i in route]
+        closed = [s for s in stages if not (waits and s.arriving and s.state == MemoryState.WAKING)]
+        errors = [e for e in map(_stage_error, closed) if e is not None]
         final = next((e for e in errors if not isinstance(e, AsleepError)), None)
         return final or self._pause_error() or next(iter(errors), None)
 

@@ -12,7 +12,7 @@ A *probe* measures; it never trusts the pool's own books.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -20,7 +20,7 @@ from omni_notebook.errors import OmniError
 from omni_notebook.protocol import ResidualBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     import torch
     from torch import nn
@@ -288,6 +288,28 @@ class MemoryPool(Protocol):
 
     def close(self) -> None:
         """Give everything back; idempotent, legal while asleep. Tensors of the pool must not be touched after."""
+        ...
+
+
+@runtime_checkable
+class ArrivingPool(Protocol):
+    """What a pool has beside `MemoryPool` whose wakes can be followed while they copy."""
+
+    def begin_wake(
+        self,
+        tags: Collection[str] | None = None,
+        *,
+        order: Iterable[torch.Tensor] = (),
+        cancelled: Callable[[], bool] = ...,
+    ) -> tuple[MapReport, Any]:
+        """Map, and begin to copy back, first what holds the tensors of `order`; what follows it is `worker.arriving`'s.
+
+        On an error nothing is mapped.
+        """
+        ...
+
+    def finish_wake(self) -> RestoreReport:
+        """Wait for what `begin_wake` has begun; any thread. On an error all stays mapped until `abort_wake`."""
         ...
 
 

@@ -52,6 +52,7 @@ class Replica:
         self._executing = False
         self._calls: set[asyncio.Task[list[RankAnswer]]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
+        self._committed: asyncio.Future[bool] | None = None
         self._task = asyncio.get_running_loop().create_task(self._run(), name="omni-replica")
 
     @property
@@ -83,6 +84,19 @@ class Replica:
         """Take a reason back."""
         self.closed_by.discard(reason)
         self.kick()
+
+    def withhold(self) -> None:
+        """A wake is not committed: hand over nothing of batches that begin from now on before `release`."""
+        self._committed = asyncio.get_running_loop().create_future()
+
+    def release(self, *, committed: bool) -> None:
+        """The wake is committed, or will not be: nothing of those batches is handed over ever.
+
+        Then the caller has closed the replica, and queues its requests again once it is at rest.
+        """
+        withheld, self._committed = self._committed, None
+        if withheld is not None and not withheld.done():
+            withheld.set_result(committed)
 
     def kick(self) -> None:
         """Look again whether a batch can start."""
@@ -142,7 +156,7 @@ class Replica:
     async def _step(self, batch: Batch) -> None:
         """Run one batch; return when the device is free for the next."""
         self._executing = True
-        version = self._weight_version()
+        version, committed = self._weight_version(), self._committed
         try:
             for steps in batch.milestones:  # before the batch: orders are carried out one after the other
                 self._watch(batch, steps, self._call("reached", batch.collect, steps))
@@ -151,7 +165,10 @@ class Replica:
             self._prefetch()
             answers = await executing
             errors = _errors(answers)
-            if errors:
+            if committed is not None and not await committed:
+                if collecting is not None:
+                    await collecting
+            elif errors:
                 self._fail(batch, errors)
             elif collecting is None:
                 self.scheduler.finish(batch, answers[0].value, version)

@@ -45,6 +45,9 @@ class Stage:
         self.model = make_model(config)
         self.connector: Connector | None = None
         self.in_transit: Callable[[], int] = lambda: 0
+        self.at_gate: Callable[[], int] = lambda: 0
+        self.arrives = False
+        self.arriving = False
         self.made_room: Callable[[], None] = lambda: None
         self.replicas: list[Replica | VllmReplica] = []
         self.state = MemoryState.WAKING
@@ -141,6 +144,7 @@ class Stage:
             replica.loaded()
         self.weight_version = version
         self.device_name = report.device_name
+        self.arrives = report.arrives
         self.tags = dict(report.tags)
         self.last_error = None
         self.recoverable = self.reproducible
@@ -200,6 +204,11 @@ class Stage:
         if awake_tags is not None:
             self.awake_tags = awake_tags
         self.tell(reason)
+
+    def open_early(self) -> None:
+        """Let those who wait for a wake begin while it still copies; `arriving` is taken back when it has ended."""
+        self.arriving = True
+        self.tell("requests begin while memory comes")
 
     def set_pause(self, state: PauseState, mode: str | None, reason: str = "") -> None:
         """Change the pause state and tell everyone."""

@@ -14,6 +14,7 @@ import msgspec
 from omni_notebook.errors import DeadlineError, OmniError, WorkerDiedError
 from omni_notebook.memory.base import TransitionCancelledError
 from omni_notebook.protocol import ROLLED_BACK, MemoryState, OmniACK, PauseMode, SleepTask, WakeTask
+from omni_notebook.stages.arriving import commit_beside, may_begin_early
 from omni_notebook.stages.quiesce import quiesce
 from omni_notebook.stages.stage import first_error
 from omni_notebook.stages.state_table import Action, Order, decide
@@ -153,9 +154,10 @@ async def wake_stage(stage: Stage, task: WakeTask, context: Context) -> list[Omn
     if _nothing_to_wake(stage, task):
         return _acks(stage, task.task_id, await stage.call_all("noop", task.task_id, timeout_s=context.finish_s))
     before = _before(stage)
+    prepare = "begin_wake" if may_begin_early(stage, task, SLEEP) else "prepare_wake"
     stage.set_state(MemoryState.WAKING, stage.level, reason="wake")
     context.token.on_cancel(lambda: stage.cancel_order(task.task_id))
-    answers = await stage.call_all("prepare_wake", task, timeout_s=context.deadline.left_s())
+    answers = await stage.call_all(prepare, task, timeout_s=context.deadline.left_s())
     culprit = _why_not(answers, context, "wake")
     if culprit is not None:
         return await _roll_back(stage, task.task_id, "abort_wake", before, answers, context)
@@ -174,11 +176,15 @@ def _nothing_to_wake(stage: Stage, task: WakeTask) -> bool:
 async def _commit_wake(
     stage: Stage, task: WakeTask, before: _Before, outlooks: Sequence[WakeOutlook], context: Context
 ) -> list[OmniACK]:
-    answers = await stage.call_all("commit_wake", task.task_id, timeout_s=context.finish_s)
-    if first_error(answers) is not None:
-        return await _undo(stage, task.task_id, before, answers, context)
-    acks = _acks(stage, task.task_id, answers)
     outlook = _together(outlooks)
+    if outlook.arriving:
+        answers, late = await commit_beside(stage, task.task_id, SLEEP, context)
+    else:
+        answers, late = await stage.call_all("commit_wake", task.task_id, timeout_s=context.finish_s), None
+    if first_error(answers) is not None:
+        acks = await _undo(stage, task.task_id, before, answers, context)
+        return acks if late is None else _all_errors(stage, task.task_id, late)
+    acks = _acks(stage, task.task_id, answers)
     state = _state_after(outlook)
     level = None if outlook.all_awake else acks[0].metadata["level"]
     stage.set_state(state, level, awake_tags=outlook.awake_tags, reason="woken")

@@ -16,6 +16,8 @@ from omni_notebook.worker.sleeping import SleepOrders
 from omni_notebook.worker.waking import WakeOrders
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from omni_notebook.protocol import OmniACK
     from omni_notebook.worker.rank import Done, Rank
     from omni_notebook.worker.reports import WakeOutlook
@@ -103,11 +105,15 @@ class ControlOrders:
         """See `SleepOrders.drop_backup`."""
         return self._control.sleeping.drop_backup(task)
 
+    def begin_wake(self, task: WakeTask) -> WakeOutlook:
+        """See `WakeOrders.begin_wake`."""
+        return self._control.waking.begin_wake(task)
+
     def prepare_wake(self, task: WakeTask) -> WakeOutlook:
         """See `WakeOrders.prepare_wake`."""
         return self._control.waking.prepare_wake(task)
 
-    def commit_wake(self, task_id: str) -> OmniACK:
+    def commit_wake(self, task_id: str) -> OmniACK | Future[OmniACK]:
         """See `WakeOrders.commit_wake`."""
         return self._control.waking.commit_wake(task_id)
 

@@ -7,6 +7,7 @@ captures them again. Source: CUDA graphs in torch (`torch.cuda.graph`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from omni_notebook.memory.device.capturing import CAPTURING
 from omni_notebook.models.parallel import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Graphs:
         self._stream: Any = None
         self._pool: Any = None
         self._off = False
+        self._skipping = False
         self._untold: str | None = None
 
     def __len__(self) -> int:
@@ -80,6 +82,8 @@ class Graphs:
     @torch.inference_mode()  # as in `recall`: inputs of a graph that was captured so take no others' values outside
     def __call__(self, *inputs: torch.Tensor | None) -> torch.Tensor:
         """What the function gives for these inputs."""
+        if self._skipping:
+            return self._run(*inputs)
         key = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs)
         graph = self._graphs.get(key) or self._made(key, inputs)
         if graph is None:
@@ -89,6 +93,15 @@ class Graphs:
                 own.copy_(given)
         graph.graph.replay()
         return graph.output.clone()
+
+    @contextlib.contextmanager
+    def skipped(self) -> Iterator[None]:
+        """While this lasts the function is called without graphs: not all that they read is there."""
+        self._skipping = True
+        try:
+            yield
+        finally:
+            self._skipping = False
 
     def _made(self, key: Key, inputs: Sequence[torch.Tensor | None]) -> _Graph | None:
         """A new graph; None where there is none (any more)."""

@@ -58,6 +58,7 @@ METHODS: dict[str, Signature] = {
     "commit_sleep": Signature(tuple[str], OmniACK),
     "abort_sleep": Signature(tuple[str], None),
     "drop_backup": Signature(tuple[SleepTask], OmniACK),
+    "begin_wake": Signature(tuple[WakeTask], WakeOutlook),
     "prepare_wake": Signature(tuple[WakeTask], WakeOutlook),
     "commit_wake": Signature(tuple[str], OmniACK),
     "abort_wake": Signature(tuple[str], None),

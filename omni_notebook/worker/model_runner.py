@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -11,19 +12,20 @@ from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.memory.device.capturing import synchronize
 from omni_notebook.models.loaders import check_fits, checkpoint_dtype, checkpoint_files, load_into
 from omni_notebook.models.places import Places
-from omni_notebook.worker.graphs import NO_GRAPHS, Graphs
+from omni_notebook.worker.arriving import Execution
+from omni_notebook.worker.graphs import NO_GRAPHS, Graphs, Recall
 from omni_notebook.worker.lora import Loras
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from omni_notebook.config import StageConfig
     from omni_notebook.memory.base import MemoryPool
     from omni_notebook.memory.reading import FileReader
     from omni_notebook.models.parallel import ParallelModel
+    from omni_notebook.worker.arriving import Followed
     from omni_notebook.worker.batches import Prefetch
-    from omni_notebook.worker.graphs import Recall
 
 CPU_DTYPE = torch.float32
 """`dtype="auto"` on a CPU: half types are slower there and not batch-invariant."""
@@ -65,6 +67,7 @@ class ModelRunner:
         self._device, self._reader = pool.device, pool.reader()
         pool.adopt(self._model, WEIGHTS)
         self.reset_buffers()
+        self._execution = Execution(self._model)
 
     def check_weights(self, folder: Path) -> None:
         """Raise ConfigError unless the checkpoint folder fits this model; touches nothing."""
@@ -125,6 +128,17 @@ class ModelRunner:
         self._graphs = Graphs(run, self._device)
         return self._graphs
 
+    def tensors_in_order(self) -> Sequence[torch.Tensor]:
+        """The weights in the order in which a pass needs them."""
+        return self._execution.tensors()
+
+    @contextlib.contextmanager
+    def arriving(self, arrivals: Followed) -> Iterator[None]:
+        """Batches meanwhile follow weights that are on their way, and use no graphs."""
+        without_graphs = contextlib.nullcontext() if self._graphs is None else self._graphs.skipped()
+        with without_graphs, self._execution.following(arrivals):
+            yield
+
     def drop_graphs(self) -> None:
         """See `Runner.drop_graphs`."""
         if self._graphs is not None:
@@ -133,6 +147,10 @@ class ModelRunner:
     def recall_graphs(self) -> Recall:
         """See `Runner.recall_graphs`."""
         return NO_GRAPHS if self._graphs is None else self._graphs.recall()
+
+    def recall_later(self) -> Recall:
+        """See `ArrivingRunner.recall_later`."""
+        return Recall(None, None if self._graphs is None else "CUDA graphs are checked before the next batch")
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -26,13 +26,17 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded worker says; `tags` are the bytes that its mappings span."""
+    """What a loaded worker says; `tags` are the bytes that its mappings span.
+
+    `arrives`: whether batches here can begin while a wake still copies.
+    """
 
     pid: int
     device: str
     device_name: str
     weight_version: str
     tags: dict[str, int]
+    arrives: bool = False
 
 
 class LoRAReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +47,12 @@ class LoRAReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WakeOutlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prepared wake leads to: the tags that will be awake, whether that is all, whether weights are valid."""
+    """What a prepared wake leads to: the tags that will be awake, whether that is all, whether weights are valid.
+
+    `arriving`: contents are still being copied. Batches may begin; nothing of them may be seen before the commit.
+    """
 
     awake_tags: tuple[str, ...]
     all_awake: bool
     weights_valid: bool
+    arriving: bool = False

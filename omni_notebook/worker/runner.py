@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from concurrent.futures import Future
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from omni_notebook.models.parallel import TensorParallel
     from omni_notebook.models.places import Places
     from omni_notebook.protocol import LoRARequest
+    from omni_notebook.worker.arriving import Followed
     from omni_notebook.worker.batches import Executed, ImageAnswer, Prefetch
     from omni_notebook.worker.graphs import Recall
     from omni_notebook.worker.reports import LoRAReport
@@ -64,6 +66,27 @@ class Synchronizing(Protocol):
 
     def recall_graphs(self) -> Recall:
         """After a wake: have the CUDA graphs again that a level 2 gave up, and see that all are right."""
+        ...
+
+
+@runtime_checkable
+class ArrivingRunner(Protocol):
+    """What a runner has beside whose batches can begin while a wake still copies weights."""
+
+    def tensors_in_order(self) -> Sequence[torch.Tensor]:
+        """The weights in the order in which a pass needs them."""
+        ...
+
+    def arriving(self, arrivals: Followed) -> AbstractContextManager[None]:
+        """Batches meanwhile follow weights that are on their way, and use no graphs."""
+        ...
+
+    def recall_graphs(self) -> Recall:
+        """See `Synchronizing.recall_graphs`."""
+        ...
+
+    def recall_later(self) -> Recall:
+        """`recall_graphs` is put off; what can be said of the graphs until then."""
         ...
 
 

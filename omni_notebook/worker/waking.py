@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from omni_notebook.errors import OmniError
-from omni_notebook.memory.base import BALLAST, MapReport, RestoreReport, TransitionCancelledError
+from omni_notebook.memory.base import (
+    BALLAST,
+    LORA,
+    MapReport,
+    RestoreReport,
+    TransitionCancelledError,
+)
 from omni_notebook.protocol import PhasesMs, WakeTask
 from omni_notebook.worker.ack import rate_gib_per_s
+from omni_notebook.worker.early import early_batches
 from omni_notebook.worker.graphs import NO_GRAPHS
 from omni_notebook.worker.rank import ms_since, no_such
 from omni_notebook.worker.reports import WakeOutlook
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from contextlib import AbstractContextManager
+
     from omni_notebook.protocol import OmniACK
+    from omni_notebook.worker.graphs import Recall
     from omni_notebook.worker.rank import Rank
 
 _NOTHING = (
@@ -43,6 +55,7 @@ class WakeOrders:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._waking: _Waking | None = None
+        self._early = early_batches(rank)
 
     def has(self, task_id: str) -> bool:
         """Whether this wake is prepared and not committed."""
@@ -52,6 +65,11 @@ class WakeOrders:
     def missing(self) -> frozenset[str]:
         """Tags whose weights a prepared wake leaves without valid contents."""
         return frozenset() if self._waking is None else self._waking.missing
+
+    @property
+    def arrives(self) -> bool:
+        """Whether batches here can begin while a wake still copies."""
+        return self._early is not None
 
     def prepare_wake(self, task: WakeTask) -> WakeOutlook:
         """Map, copy back or reload, verify.
@@ -71,6 +89,37 @@ class WakeOrders:
             self._rank.pool.abort_wake()
             raise
         return self._waking.outlook
+
+    def begin_wake(self, task: WakeTask) -> WakeOutlook:
+        """As `prepare_wake`; where it can, it leaves copies to `commit_wake`, and batches may follow them."""
+        if self._early is None or not self._can_arrive(task):
+            return self.prepare_wake(task)
+        started_s = time.perf_counter()
+        cancelled = self._rank.cancelled
+        mapped = self._early.begin(self._sleeping_tags(task), lambda: task.task_id in cancelled)
+        try:
+            plan = self._refill(task, started_s, mapped, _NOTHING[1])
+        except BaseException:
+            self._early.end()
+            self._rank.pool.abort_wake()
+            raise
+        self._waking = msgspec.structs.replace(plan, outlook=msgspec.structs.replace(plan.outlook, arriving=True))
+        return self._waking.outlook
+
+    def _can_arrive(self, task: WakeTask) -> bool:
+        """Whether all that this wake does is to bring back copies, into which no batch writes."""
+        rank, tags = self._rank, self._rank.pool.tags()
+        whole = set(self._sleeping_tags(task)) == set(tags) and set(rank.levels.values()) == {1}
+        return whole and not rank.weights.missing and LORA not in tags
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Around each batch; see `EarlyBatches.follow`."""
+        return contextlib.nullcontext() if self._early is None else self._early.follow()
+
+    def close(self) -> None:
+        """Wait for copies that are on their way."""
+        if self._early is not None:
+            self._early.close()
 
     def _map_restore(self, task: WakeTask, tags: tuple[str, ...]) -> tuple[MapReport, RestoreReport]:
         cancelled = self._rank.cancelled
@@ -134,11 +183,25 @@ class WakeOrders:
             msg = "the wake was cancelled before it committed; memory is as before it"
             raise TransitionCancelledError(msg)
 
-    def commit_wake(self, task_id: str) -> OmniACK:
-        """The wake is good; answer."""
+    def commit_wake(self, task_id: str) -> OmniACK | Future[OmniACK]:
+        """The wake is good; answer. What still arrives is waited for on another thread, beside batches.
+
+        The future fails where a copy did, or where the order was cancelled; `abort_wake` then.
+        """
         plan = self._waking
         if plan is None or plan.task.task_id != task_id:
             raise OmniError(no_such("wake", task_id))
+        if self._early is None or not plan.outlook.arriving:
+            return self._commit(plan)
+
+        def commit(restored: RestoreReport) -> OmniACK:
+            self._stop_if_cancelled(task_id)
+            return self._commit(msgspec.structs.replace(plan, restored=restored))
+
+        return self._early.finish(commit)
+
+    def _commit(self, plan: _Waking) -> OmniACK:
+        task_id = plan.task.task_id
         self._waking = None
         self._rank.cancelled.discard(task_id)
         woken = self._sleeping_tags(plan.task)
@@ -156,7 +219,7 @@ class WakeOrders:
         if weights.valid:
             self._rank.pool.write_ahead()
         warm = plan.outlook.all_awake and plan.outlook.weights_valid
-        recall = self._rank.runner.recall_graphs() if warm and woken else NO_GRAPHS
+        recall = self._recall(plan) if warm and woken else NO_GRAPHS
         return self._rank.acks.wake(
             task_id,
             self._rank.pool.held(),
@@ -175,9 +238,17 @@ class WakeOrders:
             ),
         )
 
+    def _recall(self, plan: _Waking) -> Recall:
+        """Graphs run the model, which belongs to the thread of the batches: beside one they wait for the next."""
+        if self._early is None or not plan.outlook.arriving:
+            return self._rank.runner.recall_graphs()
+        return self._early.recall_later()
+
     def abort_wake(self, task_id: str) -> None:
         """Unmap what a prepared wake mapped; a later wake works."""
         self._rank.cancelled.discard(task_id)
         if self._waking is not None:
             self._waking = None
+            if self._early is not None:
+                self._early.end()
             self._rank.pool.abort_wake()

@@ -96,6 +96,7 @@ class Worker(ControlOrders):
             device_name=self._device_name,
             weight_version=self._weights.version,
             tags=self._spans(),
+            arrives=self._control.waking.arrives,
         )
 
     def _spans(self) -> dict[str, int]:
@@ -111,6 +112,7 @@ class Worker(ControlOrders):
     def shutdown(self) -> None:
         """Finish outputs, leave the other ranks, give all memory back; idempotent, waits for no other rank."""
         self._outputs.close()
+        self._control.waking.close()
         self._runner.drop_graphs()
         self._runner.close()
         self._group.close()
@@ -131,7 +133,8 @@ class Worker(ControlOrders):
             RequestRefusedError: the model can not follow its parameters, on all ranks alike.
         """
         try:
-            outcome = self._runner.execute(batch, lambda: self._weights.version)
+            with self._control.waking.beside():
+                outcome = self._runner.execute(batch, lambda: self._weights.version)
         except (BatchCancelledError, RequestRefusedError):
             raise
         except BaseException:

@@ -264,6 +264,10 @@ class FakeCuda:
     def synchronize(self, index):
         assert index == 0
 
+    def current_stream(self, index):
+        assert index == 0
+        return SimpleNamespace(cuda_stream=0)
+
     def get_device_name(self, index):
         return "Fake H200"
 
@@ -321,6 +325,7 @@ class FakeLibcuda:
     def __init__(self, cumem: FakeCumem) -> None:
         self.cumem = cumem
         self.streams: dict[int, list[Any]] = {}
+        self.done: Counter[int] = Counter()
         self.pinned: dict[int, int] = {}
         self.pin_fails = False
 
@@ -351,6 +356,7 @@ class FakeLibcuda:
 
     def wait(self, stream):
         works, self.streams[stream] = self.streams[stream], []
+        self.done[stream] += len(works)
         gpu = self.cumem.gpu
         for ends, work in works:
             lost = [end for end in ends if gpu.base <= end < gpu.next_address and not gpu.is_mapped(end)]
@@ -362,10 +368,16 @@ class FakeLibcuda:
             raise DeviceError(msg)
 
     def record_event(self, stream):
-        return stream, len(self.streams[stream])
+        return stream, self.done[stream] + len(self.streams[stream])
+
+    def follow_event(self, stream, mark):
+        """Torch's stream computes at once here, so that what it follows happens at once, too."""
+        assert stream == 0
+        FakeLibcuda.wait_event(self, mark)
 
     def wait_event(self, mark):
         stream, count = mark
+        count = max(0, count - self.done[stream])
         rest = self.streams[stream][count:]
         del self.streams[stream][count:]
         self.wait(stream)

@@ -135,6 +135,11 @@ class FakeRanges(FakeLibcuda):
         self.events += 1
         return super().record_event(stream)
 
+    def follow_event(self, stream, mark):
+        self.cuda.check()
+        with self.lock:
+            super().follow_event(stream, mark)
+
     def wait_event(self, mark):
         self.cuda.check()
         self.events -= 1

@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from omni_notebook.errors import OmniError
 from omni_notebook.memory.base import DeviceError
-from omni_notebook.protocol import RankId, SleepTask, WakeTask
-from omni_notebook.worker.ack import AckBuilder
-from omni_notebook.worker.control import Control
-from omni_notebook.worker.graphs import NO_GRAPHS
-from omni_notebook.worker.rank import Rank
+from omni_notebook.protocol import SleepTask, WakeTask
 from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
 from tests.memory.fake_ranges import OwnRig
-
-
-class Books:
-    """Weights that a checkpoint gives back, and a runner that waits for a device at rest."""
-
-    tags, missing, lost, version, source = ("weights",), frozenset(), False, "v1", "folder"
-    loras = None
-
-    @property
-    def valid(self):
-        return not self.missing
-
-    def why_unrecoverable(self, *, modified):
-        return "changed" if modified else None
-
-    def why_not_reloaded(self):
-        return None
-
-    def reload(self, _between, _tags):
-        self.refill()
-
-    def verify(self, _tags):
-        assert self.pool.verify_checksum()
-
-    graphs_bytes = 0
-
-    def drop_graphs(self):
-        self.cuda.cached_bytes += self.graphs_bytes
-        self.graphs_bytes = 0
-
-    def recall_graphs(self):
-        return NO_GRAPHS
-
-    def synchronize(self):
-        pass
+from tests.worker.device_rank import Books, control_of, sleep
 
 
 @pytest.fixture(
@@ -57,26 +17,8 @@ class Books:
 )
 def ordered(request):
     make, alone = request.param
-    rig, books = make(), Books()
-    books.pool, books.refill, books.cuda = rig.pool, rig.fill, rig.machine.cuda
-    rig.pool.record_checksum()
-    acks = AckBuilder(RankId(0, 0, 0), device=rig.pool.device, device_name=rig.pool.device_name)
-    control = Control(
-        Rank(
-            pool=rig.pool,
-            runner=books,
-            weights=books,
-            ballast=SimpleNamespace(fill=lambda: None),
-            acks=acks,
-            alone=alone,
-        )
-    )
-    return rig, control
-
-
-def sleep(control, level):
-    control.sleeping.prepare_sleep(SleepTask(task_id="s", level=level))
-    return control.sleeping.commit_sleep("s")
+    rig = make()
+    return rig, control_of(rig, Books(), alone=alone)
 
 
 def wake(control):

@@ -131,6 +131,17 @@ def ones(*shape, value=1.0):
     return torch.full(shape, value)
 
 
+def test_while_weights_are_on_their_way_the_function_is_called_itself_and_nothing_is_captured(rig):
+    rig.graphs(ones(2, 4), None)
+    runs, captures = len(rig.runs), len(rig.cuda.captures)
+    with rig.graphs.skipped():
+        assert torch.equal(rig.graphs(ones(2, 4), None), ones(2, 4) @ rig.w)
+        assert torch.equal(rig.graphs(ones(3, 4), None), ones(3, 4) @ rig.w)
+    assert (len(rig.runs), len(rig.cuda.captures)) == (runs + 2, captures)
+    assert torch.equal(rig.graphs(ones(2, 4), None), ones(2, 4) @ rig.w)
+    assert len(rig.runs) == runs + 2  # a replay again
+
+
 def test_outputs_are_the_functions_for_every_shape_and_are_nobody_elses(rig):
     first = rig.graphs(ones(2, 4), None)
     second = rig.graphs(ones(2, 4, value=3.0), None)
@@ -273,6 +284,8 @@ def test_a_worker_that_ends_gives_its_graphs_up_before_the_memory_that_they_read
         _runner=part("runner", "close", "drop_graphs"),
         _group=part("group", "close"),
         _pool=part("pool", "close"),
+        _control=SimpleNamespace(waking=part("wakes", "close")),
     )
     Worker.shutdown(worker)
     assert order.index("outputs close") < order.index("runner drop_graphs") < order.index("pool close")
+    assert order.index("wakes close") < order.index("pool close")

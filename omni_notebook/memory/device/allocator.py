@@ -183,8 +183,11 @@ class AllocatorDriver:
 class AtOnce:
     """The part of a `Driver` whose copies and fills are done when the call returns."""
 
-    def mark(self) -> None:
+    def mark(self, *, fills: bool = False) -> None:
         """See `Driver.mark`: all is done."""
+
+    def follow(self, mark: None) -> None:
+        """See `Driver.follow`: it was reached at once."""
 
     def reached(self, mark: None) -> None:
         """See `Driver.reached`: it was, at once."""

@@ -58,10 +58,15 @@ class CudaDriver(AllocatorDriver):
         found: torch.Tensor = self._driver.tensor_at(self._index, address, n_bytes, None)
         return found
 
-    def mark(self) -> int:
+    def mark(self, *, fills: bool = False) -> int:
         """See `Driver.mark`."""
-        mark: int = self._driver.record_event(self._copying)
+        self._make_streams()
+        mark: int = self._driver.record_event(self._filling if fills else self._copying)
         return mark
+
+    def follow(self, mark: int) -> None:
+        """See `Driver.follow`."""
+        self._driver.follow_event(self._torch.current_stream(self._index).cuda_stream, mark)
 
     def reached(self, mark: int) -> None:
         """See `Driver.reached`."""

@@ -93,8 +93,12 @@ class Driver(Protocol):
         """Mapped device memory as a uint8 tensor over the same bytes; None where the platform has no way to one."""
         ...
 
-    def mark(self) -> Any:
-        """A mark behind all copies that were begun, for `reached`."""
+    def mark(self, *, fills: bool = False) -> Any:
+        """A mark behind all copies (or all fills) that were begun, for `follow` and `reached`."""
+        ...
+
+    def follow(self, mark: Any) -> None:
+        """Have what this thread's stream of torch's begins from now on wait for a mark; the thread does not."""
         ...
 
     def reached(self, mark: Any) -> None:

@@ -62,6 +62,7 @@ def _driver() -> Any:
     library.cuEventCreate.argtypes = (ctypes.c_void_p, ctypes.c_uint)
     library.cuEventRecord.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     library.cuEventSynchronize.argtypes = (ctypes.c_void_p,)
+    library.cuStreamWaitEvent.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
     library.cuEventDestroy_v2.argtypes = (ctypes.c_void_p,)
     library.cuMemcpyAsync.argtypes = (pointer, pointer, size, ctypes.c_void_p)
     library.cuMemsetD8Async.argtypes = (pointer, ctypes.c_ubyte, size, ctypes.c_void_p)
@@ -240,6 +241,15 @@ def record_event(stream: int) -> int:
         _driver().cuEventDestroy_v2(event)
         _check("cuEventRecord", error)
     return event.value or 0
+
+
+def follow_event(stream: int, event: int) -> None:
+    """Have what is begun on a stream from now on wait for an event; this thread does not.
+
+    Raises:
+        DeviceError: the driver refused.
+    """
+    _check("cuStreamWaitEvent", _driver().cuStreamWaitEvent(stream, event, 0))
 
 
 def wait_event(event: int) -> None:

@@ -21,9 +21,12 @@ from omni_notebook.memory.lanes import never
 from omni_notebook.protocol import ResidualBytes, TagMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    import torch
 
     from omni_notebook.memory.base import HostMemory, MapReport, PrepareReport, RestoreReport, SleepPlan, UnmapReport
+    from omni_notebook.memory.device.arriving import Arrivals
     from omni_notebook.memory.device.driver import Driver, Probe
     from omni_notebook.memory.device.tags import DeviceTag
     from omni_notebook.memory.reading import FileReader
@@ -291,6 +294,36 @@ class DevicePool:
         """
         with self._lock:
             return self._waking.map_restore(tags, lambda: self._core.closed or cancelled())
+
+    def begin_wake(
+        self,
+        tags: Collection[str] | None = None,
+        *,
+        order: Iterable[torch.Tensor] = (),
+        cancelled: Callable[[], bool] = never,
+    ) -> tuple[MapReport, Arrivals]:
+        """Map, and begin to copy back, first what holds the tensors of `order`; do not wait for the copies.
+
+        What is computed behind `Arrivals.follow` is right once `finish_wake` has returned, and to be thrown away if it
+        raises, or if the wake is aborted. On an error here nothing is mapped.
+
+        Raises:
+            TransitionOrderError, OutOfMemoryError, DeviceError, TransitionCancelledError: as `map_restore`.
+        """
+        with self._lock:
+            return self._waking.begin(tags, lambda: self._core.closed or cancelled(), order)
+
+    def finish_wake(self) -> RestoreReport:
+        """Wait for what `begin_wake` has begun, and copy back what else the sleep kept; any thread, beside a pass.
+
+        On an error all stays mapped, because a pass may still run there: `abort_wake`, once it has ended.
+
+        Raises:
+            TransitionOrderError: no wake has begun.
+            DeviceError: a copy failed.
+        """
+        with self._lock:
+            return self._waking.finish()
 
     def commit_wake(self) -> None:
         """The mapped tags are awake; their copies stay for the next sleep.

@@ -93,9 +93,13 @@ class RocmDriver(VllmDriver):
         """See `Driver.bytes_at`: not tried."""
         return None
 
-    def mark(self) -> int:
+    def mark(self, *, fills: bool = False) -> int:  # noqa: ARG002
         """See `Driver.mark`: a mark is reached with all that was begun, events were not tried."""
         return 0
+
+    def follow(self, mark: int) -> None:  # noqa: ARG002
+        """See `Driver.follow`: the thread waits, too."""
+        self.wait()
 
     def reached(self, mark: int) -> None:  # noqa: ARG002
         """See `Driver.reached`."""

@@ -16,14 +16,18 @@ from omni_notebook.memory.base import (
     TransitionOrderError,
 )
 from omni_notebook.memory.books import TagState
+from omni_notebook.memory.device.arriving import Arrivals
 from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.tags import WHOLE, hull, together
+from omni_notebook.memory.device.tensors import plain_tensors, span_of
 from omni_notebook.memory.device.unmapping import host_address
 from omni_notebook.memory.lanes import never
 from omni_notebook.protocol import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    import torch
 
     from omni_notebook.memory.device.core import DeviceCore
     from omni_notebook.memory.device.segments import DeviceSegment
@@ -35,6 +39,7 @@ class DeviceWaking:
 
     def __init__(self, core: DeviceCore) -> None:
         self._core = core
+        self._arrivals: Arrivals | None = None
 
     def map(self, names: Collection[str] | None, stop: Callable[[], bool] = never) -> MapReport:
         """See `DevicePool.map`."""
@@ -50,11 +55,17 @@ class DeviceWaking:
         return MapReport(mapped_bytes=mapped, map_ms=(time.perf_counter() - started) * 1e3)
 
     def _map_all(
-        self, chosen: Sequence[DeviceTag], stop: Callable[[], bool], fill: Callable[[DeviceSegment], None]
+        self,
+        chosen: Sequence[DeviceTag],
+        stop: Callable[[], bool],
+        fill: Callable[[DeviceSegment], None],
+        order: Mapping[DeviceSegment, int] | None = None,
     ) -> int:
-        """Map the tags' segments, those with copies first, and begin to fill each; bytes mapped."""
+        """Map the tags' segments, in `order`, then others with copies, and begin to fill each; bytes mapped."""
         first = sorted(chosen, key=lambda tag: tag.backup not in WHOLE)
         segments = [segment for tag in first for segment in tag.sleeping_segments()]
+        if order:
+            segments.sort(key=lambda segment: order.get(segment, len(order)))
         self._check_room([segment for segment in segments if not segment.mapped])
         with MOVING:
             mapped = self._map(segments, stop, fill)
@@ -177,6 +188,63 @@ class DeviceWaking:
             raise
         return MapReport(mapped_bytes=mapped, map_ms=(done - started) * 1e3), restored
 
+    def begin(
+        self, names: Collection[str] | None, stop: Callable[[], bool], order: Iterable[torch.Tensor]
+    ) -> tuple[MapReport, Arrivals]:
+        """See `DevicePool.begin_wake`."""
+        core = self._core
+        core.begin("begin_wake")
+        chosen = core.books.select(names, TagState.ASLEEP, "begin_wake")
+        whole = {segment for tag in chosen if tag.backup in WHOLE for segment in tag.sleeping_segments()}
+        arrivals = Arrivals(core.driver, core.table)
+
+        def fill(segment: DeviceSegment) -> None:
+            if segment in whole:
+                core.copies.load(segment)
+                arrivals.begun(segment)
+            else:
+                self._zero(segment)
+
+        started = time.perf_counter()
+        try:
+            mapped = self._map_all(chosen, stop, fill, self._places(order))
+        except BaseException:
+            self._drop(arrivals)
+            raise
+        self._arrivals = arrivals
+        try:
+            arrivals.filled()
+        except BaseException:
+            self.abort()
+            raise
+        return MapReport(mapped_bytes=mapped, map_ms=(time.perf_counter() - started) * 1e3), arrivals
+
+    def _places(self, order: Iterable[torch.Tensor]) -> dict[DeviceSegment, int]:
+        """The segments that hold these tensors, numbered as they come first."""
+        spans = (span_of(name, plain, self._core.table) for one in order for name, plain in plain_tensors("", one))
+        segments = dict.fromkeys(span.segment for span in spans if span is not None)
+        return {segment: place for place, segment in enumerate(segments)}
+
+    def finish(self) -> RestoreReport:
+        """See `DevicePool.finish_wake`."""
+        self._core.check_open("finish_wake")
+        chosen = self._core.books.select(None, TagState.MAPPED, "finish_wake")
+        arrivals, self._arrivals = self._arrivals, None
+        started = time.perf_counter()
+        self._core.driver.attach()
+        try:
+            self._core.driver.finish()  # not by the marks: who follows them must not wait for this
+        finally:
+            if arrivals is not None:
+                arrivals.end()
+        return self._finish(chosen, [tag for tag in chosen if not tag.restored], started)
+
+    @staticmethod
+    def _drop(arrivals: Arrivals) -> None:
+        """Nobody follows these any more."""
+        with contextlib.suppress(DeviceError):
+            arrivals.end()
+
     def commit(self) -> None:
         """See `DevicePool.commit_wake`."""
         self._core.check_open("commit_wake")
@@ -191,6 +259,10 @@ class DeviceWaking:
     def abort(self) -> None:
         """See `DevicePool.abort_wake`."""
         mapped = self._core.books.in_state(TagState.MAPPED)
+        arrivals, self._arrivals = self._arrivals, None
+        if arrivals is not None:
+            self._settle()
+            self._drop(arrivals)
         if mapped:
             self._core.driver.enter()
             self._sleep_again(mapped)

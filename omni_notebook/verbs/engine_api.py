@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Collection, Coroutine
     from concurrent.futures import Future
 
     from omni_notebook.engine.history import History
@@ -149,6 +149,9 @@ class ServedEngine(Engine, Protocol):
     @property
     def news(self) -> tuple[str, ...]:
         """Lines that a person should know of the engine there, as far as was heard; nobody is asked."""
+
+    def told(self, lines: Collection[str]) -> None:
+        """A person has seen these: orders are for the engine that is there now."""
 
     async def audit_there(
         self, body: dict[str, Any], told: Callable[[str, float | None], None] | None = None

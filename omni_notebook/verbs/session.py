@@ -250,15 +250,18 @@ class Session:
     def shown(self, lines: Sequence[str]) -> None:
         """These lines a person sees already."""
         self._told.update(lines)
+        served = cast("ServedEngine | None", self._engine)
+        if served is not None and served.url is not None:
+            served.told(lines)
 
     def _tell_notes(self, status: EngineStatus | None) -> None:
         self._tell(() if status is None else status.notes)
 
     def _tell(self, lines: Sequence[str]) -> None:
-        for line in lines:
+        for line in dict.fromkeys(lines):
             if line not in self._told:
-                self._told.add(line)
                 self.frontend.write(f"{line}\n")
+        self.shown(lines)
 
     def store(self, out: str | None, value: object) -> None:
         """Keep `value` in the user's variable `out`, if one was named."""

@@ -150,12 +150,17 @@ def test_an_order_says_for_which_engine_it_is_and_the_next_one_is_for_the_new_on
             asyncio.run(engine.sleep([0]))
         assert asyncio.run(engine.sleep([0])) == []
         assert engine.host == "there"
+        odd.name = "12.cc@there"
+        engine.status()  # this side has heard of it, the caller has not
+        with pytest.raises(ServerLostError, match="The sleep was not given to this one: call again"):
+            asyncio.run(engine.sleep([0]))
+        assert meant[3:] == []
         odd.name = "13.cc@there"
         with pytest.raises(ServerLostError, match="The request x was not given to this one"):
             asyncio.run(_first(engine))
         odd.name = "13.dd@there"
         assert "(process 13; which started it anew): states" in engine.status().notes[0]
-    assert meant == ["11.aa@here", "12.bb@there", "12.bb@there"]
+    assert meant == ["11.aa@here", "12.bb@there", "12.cc@there"]
 
 
 async def _first(engine: RemoteOmni) -> object:

@@ -27,7 +27,7 @@ from omni_notebook.protocol import EngineStatus, LinkEvent
 
 if TYPE_CHECKING:
     import datetime as dt
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Collection, Coroutine
     from concurrent.futures import Future
 
     from omni_notebook.engine.events import Subscription
@@ -80,6 +80,10 @@ class Connection(Scoped):
     def news(self) -> tuple[str, ...]:
         """What a person should know of the engine there, as far as this side has heard; nobody is asked."""
         return () if self._peer.note is None else (self._peer.note,)
+
+    def told(self, lines: Collection[str]) -> None:
+        """A person has seen these lines of `news`: orders are for the engine that is there now."""
+        self._peer.said(lines)
 
     def _came(self, name: str, told: str) -> None:
         """Another engine answers: it is this connection's from now on."""

@@ -93,6 +93,10 @@ class Waiting:
         return 0 if self.response is None else self.response.num_bytes_downloaded
 
 
+def _not_given(told: str, what: str) -> str:
+    return f"{told}. The {what} was not given to this one: call again if it is meant"
+
+
 class Line:
     """One client of a server; everything but the constructor belongs to one event loop.
 
@@ -163,7 +167,9 @@ class Line:
             ServerLostError: nobody listens, or the server went away; says whether the order may go on.
             DeadlineError: the server is there and has not answered by its own bound and `MARGIN_S`.
         """
-        content, wait = None if body is None else as_json(body), Waiting(what, timeout, self._peer.name)
+        content = None if body is None else as_json(body)
+        self._check_told(what)
+        wait = Waiting(what, timeout, self._peer.name)
         try:
             async with (
                 self.watched(wait),
@@ -176,6 +182,16 @@ class Line:
         self._check_given(what, answer)
         return answer
 
+    def _check_told(self, what: str) -> None:
+        """Return unless another engine answers than people know of: the order is for the one before.
+
+        Raises:
+            ServerLostError: it does; the next order is for it.
+        """
+        unsaid = self._peer.unsaid()
+        if unsaid is not None:
+            raise ServerLostError(_not_given(unsaid, what))
+
     def _check_given(self, what: str, answer: Answer) -> None:
         """Return if the order reached the engine that it was meant for.
 
@@ -184,8 +200,7 @@ class Line:
         """
         refused = answer.body.get("error") if answer.status == httpx.codes.CONFLICT else None
         if isinstance(refused, dict) and refused.get("code") == OTHER_ENGINE:
-            msg = f"{self._peer.note or _OTHER}. The {what} was not given to this one: call again if it is meant"
-            raise ServerLostError(msg)
+            raise ServerLostError(_not_given(self._peer.unsaid() or self._peer.note or _OTHER, what))
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -197,6 +212,8 @@ class Line:
         """
         method, content = ("GET", None) if body is None else ("POST", as_json(body))
         looks = body is None
+        if not looks:
+            self._check_told(what)
         wait = Waiting(what, timeout, None if looks else self._peer.name, streamed=True, looks=looks)
         quiet = httpx.Timeout(None, connect=self._address.short_s, read=SILENT_S if looks else None)
         head = ({} if looks else _head(content, wait)) | _EVENTS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 NAME_HEADER = "X-Omni-Engine"
 """In each answer of a server of this package: `PID.RANDOM@HOST`, another one after every start of an engine."""
@@ -52,6 +52,7 @@ class Peer:
         """Of the engine that answered last; None before the first, and where a server tells none."""
         self.note: str | None = None
         """The line about the last change."""
+        self._unsaid: str | None = None
 
     def heard(self, headers: Mapping[str, str]) -> None:
         """Take the head of an answer."""
@@ -62,10 +63,22 @@ class Peer:
             before, self.name = self.name, name
             if before in {None, name}:
                 return
-            self.note = told = _told(self._url, before, name)
+            self.note = self._unsaid = told = _told(self._url, before, name)
         came = self._came()
         if came is not None:
             came(name, told)
+
+    def said(self, lines: Collection[str]) -> None:
+        """A person has seen these lines: orders are for the engine that is there now."""
+        with self._lock:
+            if self._unsaid in lines:
+                self._unsaid = None
+
+    def unsaid(self) -> str | None:
+        """The line about the last change, if nobody was told of it; whoever takes it tells."""
+        with self._lock:
+            unsaid, self._unsaid = self._unsaid, None
+            return unsaid
 
 
 def _told(url: str, before: str | None, name: str) -> str:

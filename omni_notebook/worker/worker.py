@@ -61,6 +61,11 @@ class Worker(ControlOrders):
             )
         )
 
+    @property
+    def uses_processors(self) -> bool:
+        """See `Computing`."""
+        return self._pool.device == "cpu"
+
     def open_rendezvous(self) -> str | None:
         """Start the meeting point of several ranks on rank 0 and answer its address; None on every other rank."""
         return self._group.open()

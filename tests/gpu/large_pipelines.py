@@ -45,11 +45,11 @@ def write_pipeline(folder: Path, size: Size, device: str) -> int:
     try:
         with torch.device(device), torch.random.fork_rng():
             torch.manual_seed(1)
-            modules = _modules(size)
+            parts = modules(size)
     finally:
         torch.set_default_dtype(before)
     pipe = StableDiffusion3Pipeline(
-        **{name: module.to(torch.bfloat16) for name, module in modules.items()},
+        **{name: module.to(torch.bfloat16) for name, module in parts.items()},
         scheduler=FlowMatchEulerDiscreteScheduler(),
         tokenizer=tokenizer(),
         tokenizer_2=tokenizer(),
@@ -58,10 +58,10 @@ def write_pipeline(folder: Path, size: Size, device: str) -> int:
     )
     pipe.save_pretrained(folder, safe_serialization=True, max_shard_size="6GB")
     edit_json(folder / "model_index.json", text_encoder_3=[None, None], tokenizer_3=[None, None])
-    return sum(parameter.nbytes for module in modules.values() for parameter in module.parameters())
+    return sum(parameter.nbytes for module in parts.values() for parameter in module.parameters())
 
 
-def _modules(size: Size) -> dict[str, nn.Module]:
+def modules(size: Size) -> dict[str, nn.Module]:
     from diffusers import SD3Transformer2DModel
 
     first, second = (_encoder(*shape) for shape in size.encoders)

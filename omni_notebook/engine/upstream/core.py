@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,18 @@ from omni_notebook.engine.upstream import seats as seats_of
 from omni_notebook.engine.upstream.bounded import Calls, DaemonPool
 from omni_notebook.engine.upstream.loras import Loras
 from omni_notebook.engine.upstream.outside import Look
+from omni_notebook.engine.upstream.package import TESTED
 from omni_notebook.engine.upstream.pausing import Pausing
 from omni_notebook.engine.upstream.requests import Requests
 from omni_notebook.engine.upstream.sleeping import Sleeping
 from omni_notebook.engine.upstream.stage import UpStage, configs
-from omni_notebook.errors import DeadlineError, EngineClosedError, StageFailedError, WorkerDiedError
+from omni_notebook.errors import (
+    DeadlineError,
+    EngineClosedError,
+    StageFailedError,
+    UnsupportedError,
+    WorkerDiedError,
+)
 from omni_notebook.protocol import EngineStatus, MemoryState, PauseState, StateEvent
 from omni_notebook.stages.waiting import CancelToken, Deadline, acquire
 
@@ -118,6 +126,19 @@ class UpCore(Supervisor):
             raise EngineClosedError(msg)
 
     # ---------------------------------------------------------------------------------- orders
+
+    def check_call(self, name: str, *arguments: str) -> None:
+        """Return if this version has such a call.
+
+        Raises:
+            UnsupportedError: it has not; nothing changed.
+        """
+        known = inspect.signature(getattr(self.upstream, name)).parameters
+        lacking = [argument for argument in arguments if argument not in known]
+        if lacking:
+            call = f"{name}({', '.join(f'{one}=…' for one in lacking)})"
+            msg = f"vllm_omni {self.version} has no {call}, which {TESTED} has; nothing changed"
+            raise UnsupportedError(msg)
 
     def pick(self, stage_ids: Any) -> list[UpStage]:
         """The named stages; None = all."""

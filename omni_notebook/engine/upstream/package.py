@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import re
+import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import UnsupportedError, UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TESTED = "0.30"
 PIP_LINE = f"pip install 'vllm-omni=={TESTED}.*' 'vllm=={TESTED}.*'"
@@ -61,10 +66,25 @@ def make(model: str, options: dict[str, Any]) -> Any:
     warn_if_untested(version())
     made = _import("vllm_omni.entrypoints.async_omni").AsyncOmni
     try:
-        return made(model=model, **options)
+        with _own_output():
+            return made(model=model, **options)
     except Exception as error:
         msg = f"vllm_omni did not start {model}: {first_line(error)}; nothing is running"
         raise UpstreamError(msg) from error
+
+
+@contextlib.contextmanager
+def _own_output() -> Iterator[None]:
+    """This process writes as before: where a stage runs in it, vllm_omni puts a name before each of its lines."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "__dict__")]
+    before = [vars(stream).get("write") for stream in streams]
+    try:
+        yield
+    finally:
+        for stream, write in zip(streams, before, strict=True):
+            vars(stream).pop("write", None)
+            if write is not None:
+                vars(stream)["write"] = write
 
 
 def device_type() -> str:

@@ -30,9 +30,11 @@ class Pausing:
         """Close admission, then each stage's scheduler as its kind and the mode say.
 
         Raises:
+            UnsupportedError: this version can not pause single stages.
             StepLevelError: "keep" on a stage that runs single steps; it is open as before.
             DeadlineError, PauseError: it did not complete; the stage is PAUSE_FAILED.
         """
+        self._core.check_call("pause_generation", "stage_ids")
         async with self._core.hold(deadline, token):
             for stage in stages:
                 if not token.cancelled:

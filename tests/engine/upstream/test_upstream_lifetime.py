@@ -36,6 +36,12 @@ def test_a_start_that_fails_without_a_word_says_where(package):
         UpstreamOmni("wordless")
 
 
+def test_this_process_writes_its_lines_as_before(package, capsys):
+    with started():
+        print("mine")
+    assert "mine" in capsys.readouterr().out.splitlines()
+
+
 def test_a_shutdown_that_upstream_fails_still_ends_its_processes(package):
     before = set(psutil.Process().children(recursive=True))
     engine = UpstreamOmni("some/model", tensor_parallel_size=2)

@@ -236,6 +236,19 @@ def test_a_keep_that_upstream_refuses_leaves_the_stage_awake_and_open(engine):
     assert calls(engine, "sleep") == []
 
 
+def test_a_version_that_can_not_pause_single_stages_says_so_and_stays_open(engine, monkeypatch):
+    async def pause_generation(*, mode="abort", wait_for_inflight_requests=False, clear_cache=True):  # as 0.24 has it
+        raise AssertionError
+
+    monkeypatch.setattr(engine._core.upstream, "pause_generation", pause_generation)
+    with pytest.raises(
+        UnsupportedError, match=r"has no pause_generation\(stage_ids=…\), which 0.30 has; nothing changed"
+    ):
+        asyncio.run(engine.pause_generation())
+    assert pauses(engine) == ["OPEN", "OPEN"]
+    assert asyncio.run(collect(engine, admission_timeout=0.0))[-1].finished
+
+
 def test_to_wait_for_requests_that_a_pause_holds_is_refused(engine):
     async def go():
         slow(engine)

@@ -6,6 +6,7 @@
 
 import asyncio
 import contextlib
+import sys
 import time
 import uuid
 from types import SimpleNamespace
@@ -30,6 +31,10 @@ class AsyncOmni:
             raise RuntimeError("no such architecture")
         if model == "wordless":  # what 0.24 does on a machine whose platform it does not have
             raise NotImplementedError
+        written = sys.stdout.write
+        sys.stdout.write = lambda text: written(
+            f"(DiffusionWorker pid=1) {text}"
+        )  # as 0.30, for a stage in this process
         self.model = model
         self.options = kwargs
         self.lies: set[str] = set()

@@ -186,6 +186,19 @@ def test_a_device_without_room_is_refused_before_anything_is_mapped(pool, machin
     assert sum(held.resident_bytes for held in pool.memory().values()) == 0
 
 
+def test_what_a_pass_writes_between_kept_tensors_before_the_wake_has_finished_stays(pool, model, execution):
+    kept = [model.cache[:100], model.cache[1000:1100]]
+    pool.keep("kv_cache", kept)
+    sleep(pool)
+    _, arrivals = pool.begin_wake(order=execution.tensors())
+    arrivals.follow_all()
+    model.cache[400:500] = 7  # keys and values of a batch that began early
+    pool.finish_wake()
+    pool.commit_wake()
+    assert all((tensor == 5).all() for tensor in kept)
+    assert (model.cache[400:500] == 7).all()
+
+
 def test_level_2_keeps_what_it_kept_and_says_what_is_to_be_reloaded(pool, model):
     pool.keep("weights", [model.scale])
     sleep(pool, 2)

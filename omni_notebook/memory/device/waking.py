@@ -146,13 +146,19 @@ class DeviceWaking:
             raise
         return self._finish(chosen, waiting, started)
 
-    def _finish(self, chosen: Sequence[DeviceTag], waiting: Sequence[DeviceTag], started: float) -> RestoreReport:
-        """Wait for the copies and fills that were begun, then copy back into `waiting` what else the sleep kept."""
+    def _finish(
+        self, chosen: Sequence[DeviceTag], waiting: Sequence[DeviceTag], started: float, *, fresh: bool = True
+    ) -> RestoreReport:
+        """Wait for the copies and fills that were begun, then copy back into `waiting` what else the sleep kept.
+
+        `fresh`: nobody has written there since it was mapped.
+        """
         driver = self._core.driver
         driver.finish()
         here = {segment for tag in waiting for segment in tag.sleeping_segments()}
         kept = {one: data for tag in waiting for one, data in tag.kept_data.items() if one.segment in here}
-        groups = [(group, _filled(group, kept)) for group in together(kept)]
+        parts = together(kept) if fresh else ([one] for one in kept)
+        groups = [(group, _filled(group, kept)) for group in parts]
         try:
             for group, data in groups:
                 driver.copy(group[0].address, host_address(data), len(data))
@@ -237,7 +243,8 @@ class DeviceWaking:
         finally:
             if arrivals is not None:
                 arrivals.end()
-        return self._finish(chosen, [tag for tag in chosen if not tag.restored], started)
+        waiting = [tag for tag in chosen if not tag.restored]
+        return self._finish(chosen, waiting, started, fresh=arrivals is None)
 
     @staticmethod
     def _drop(arrivals: Arrivals) -> None:

@@ -51,7 +51,7 @@ def cycle(worker, number):
 
 
 def kept_by(again, turns):
-    """The Python objects that so many turns leave behind, once it is warm."""
+    """The Python objects that a turn leaves behind, once it is warm: interpreters keep some tens for themselves, now and then."""
     for number in range(10):
         again(number)
     gc.collect()
@@ -59,14 +59,14 @@ def kept_by(again, turns):
     for number in range(turns):
         again(number)
     gc.collect()
-    return sys.getallocatedblocks() - before
+    return (sys.getallocatedblocks() - before) / turns
 
 
 @pytest.mark.alone
 def test_level_2_wakes_leave_no_object_a_tensor_behind(worker):
     tensors = len(list(worker._runner.model.state_dict()))
     assert tensors > 50
-    assert kept_by(lambda number: cycle(worker, number), 20) < tensors
+    assert kept_by(lambda number: cycle(worker, number), 20) < tensors / 4
 
 
 @pytest.mark.alone
@@ -76,7 +76,7 @@ def test_parts_of_rows_and_other_types_leave_no_object_a_tensor_behind_either(tm
     for number in range(100):
         module.register_buffer(f"t{number}", torch.zeros(8, 3) if number % 2 else torch.zeros(8, 6).bfloat16())
     slices = {f"t{number}": (slice(None), slice(3)) for number in range(1, 100, 2)}
-    assert kept_by(lambda _: load_into(module, tmp_path, slices, reader=HostReader()), 10) < 100
+    assert kept_by(lambda _: load_into(module, tmp_path, slices, reader=HostReader()), 10) < 100 / 4
 
 
 @pytest.mark.parametrize("how", ["cut short", "emptied"])

@@ -1,4 +1,4 @@
-"""What every test gets: private homes for Jupyter, IPython, ledger; and the rule that `make test-all` lets none skip.
+"""What every test gets: private homes for Jupyter, IPython and ledger, a turn; and that a whole run lets none skip.
 
 A run that is not about GPUs (tests/gpu, tests/vllm, `-m gpu`) sees none.
 Under OMNI_TEST_ALL=1 a skip is a failure, but for tests marked `gpu`: a machine that claims to have run everything has.
@@ -13,13 +13,16 @@ import signal
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests import alone
+from tests import alone, turns
 
 TEST_ALL = os.environ.get("OMNI_TEST_ALL") == "1"
+HOME = pytest.StashKey[Path]()
+TURNS = pytest.StashKey[turns.Turns | None]()
 
 
 def wants_gpus(args, marks):
@@ -35,6 +38,8 @@ def pytest_configure(config):
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         os.environ[name] = f"{home}/{name.lower()}"
     os.environ["OMNI_NOTEBOOK_LEDGER"] = f"{home}/ledger/ledger.db"
+    config.stash[HOME] = Path(home)
+    config.stash[TURNS] = turns.Turns(Path(config.workerinput["turns"])) if hasattr(config, "workerinput") else None
     os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
     os.environ["MPLBACKEND"] = "agg"
     if not wants_gpus(config.args, config.option.markexpr):
@@ -43,6 +48,24 @@ def pytest_configure(config):
     settings.register_profile("ci", derandomize=True, deadline=None)  # a landing must not depend on luck
     if TEST_ALL:
         settings.load_profile("ci")
+
+
+def pytest_configure_node(node):
+    """Each of several processes learns where they take turns."""
+    node.workerinput["turns"] = str(node.config.stash[HOME])
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return turns.ByModule(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Waiting for a turn is outside a test's time limit."""
+    if item.config.stash[TURNS] is None:
+        return (yield)
+    with item.config.stash[TURNS].turn(quiet=item.get_closest_marker("quiet") is not None):
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

@@ -126,6 +126,7 @@ def check_clean(run):
     assert run.left_processes == []
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize(
     ("how", "text"),
     [(by_script, GUARDED), (by_script, BARE), (by_option, BARE), (by_stdin, BARE)],
@@ -204,6 +205,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.quiet
 def test_an_engine_made_inside_a_running_loop_works_and_lets_the_loop_run(tmp_path):
     run = finish(start([sys.executable, "-c", IN_A_LOOP + LAST_LINE], tmp_path), tmp_path)
     check_clean(run)

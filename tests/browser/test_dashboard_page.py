@@ -88,6 +88,7 @@ def test_the_still_picture_is_hidden_while_the_widget_lives(lab):
 # -------------------------------------------------------------------------------------------- press
 
 
+@pytest.mark.quiet
 def test_a_click_while_the_kernel_is_idle_changes_card_and_chart_within_a_second(lab, screenshots):
     began = time.monotonic()
     lab.press(0, "Sleep L2")
@@ -100,6 +101,7 @@ def test_a_click_while_the_kernel_is_idle_changes_card_and_chart_within_a_second
     lab.page.screenshot(path=screenshots / "light_asleep.png")
 
 
+@pytest.mark.quiet
 def test_a_click_while_an_awaiting_cell_runs_acts_within_a_second(lab):
     lab.run("import asyncio\nawait asyncio.sleep(5)\nprint('slept')", wait=False)
     lab.until_kernel("busy")

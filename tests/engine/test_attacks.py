@@ -65,6 +65,7 @@ def test_an_order_cancelled_while_it_waits_for_another_never_runs(engine: AsyncO
     asyncio.run(run())
 
 
+@pytest.mark.quiet
 def test_a_lock_that_is_promised_to_another_is_waited_for_within_the_bound() -> None:
     async def run() -> None:
         lock = asyncio.Lock()

@@ -8,6 +8,8 @@ import time
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from omni_notebook.engine.loop import Bell, Chime
 from omni_notebook.stages.waiting import Deadline
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 
+@pytest.mark.quiet
 def test_a_ring_on_another_thread_wakes_at_once() -> None:
     bell, found = Bell(), []
 
@@ -26,6 +29,7 @@ def test_a_ring_on_another_thread_wakes_at_once() -> None:
     assert asyncio.run(wait()) < 0.05  # well below the tick, which would find it too
 
 
+@pytest.mark.quiet
 def test_a_ring_between_the_look_and_the_place_in_line_is_not_lost() -> None:
     bell, looks = Bell(), []
 
@@ -47,6 +51,7 @@ def test_a_wait_ends_at_its_deadline_and_when_nobody_rings_for_what_is_there() -
     assert asyncio.run(bell.until(lambda: time.monotonic() - begun > 0.05, Deadline(5).left_s))
 
 
+@pytest.mark.quiet
 def test_what_is_begun_is_begun_once_and_can_ring_at_once() -> None:
     bell, begun, looks = Bell(), [], []
 
@@ -108,6 +113,7 @@ class Turns(asyncio.SelectorEventLoop):
         return super().call_soon_threadsafe(*args, **known)
 
 
+@pytest.mark.quiet
 def test_bells_of_one_turn_wake_each_waiting_loop_once_and_whoever_waits_there() -> None:
     bells, rung, loops = [Bell() for _ in range(20)], [], [Turns(), Turns()]
 
@@ -147,6 +153,7 @@ async def ring_and_turn(ring: Callable[[], Awaitable[None]]) -> None:
     await asyncio.sleep(0)
 
 
+@pytest.mark.quiet
 def test_a_chime_at_a_loop_that_has_ended_still_rings_at_the_others() -> None:
     gone, here, chime = Bell(), Bell(), Chime()
 

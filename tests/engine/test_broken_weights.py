@@ -234,6 +234,7 @@ def test_an_iterator_that_stalls_is_given_up_at_the_deadline(engine: AsyncOmni, 
     asyncio.run(run())
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("after", [0, 60], ids=["before the first tensor", "half way"])
 @pytest.mark.usefixtures("many_chunks")
 def test_a_cancelled_load_ends_within_a_second_in_a_named_state(engine: AsyncOmni, stuck: Any, after: int) -> None:

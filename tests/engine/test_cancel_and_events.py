@@ -158,6 +158,7 @@ def test_a_dropped_subscription_is_forgotten() -> None:
     assert len(hub._everyone()) == 0
 
 
+@pytest.mark.quiet
 def test_status_never_waits_for_a_worker(engine: AsyncOmni) -> None:
     async def run() -> None:
         with slow(engine, 1, 1.0):

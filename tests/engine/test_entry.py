@@ -78,6 +78,7 @@ async def first(entry: Entry) -> Any:
     return entry.ready()
 
 
+@pytest.mark.quiet
 def test_a_refusal_reaches_its_client_at_once(loop: EngineLoop) -> None:
     core = Gate()
     core.refusal = ArgumentError("no")
@@ -92,6 +93,7 @@ def test_a_refusal_reaches_its_client_at_once(loop: EngineLoop) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.quiet
 def test_the_bound_counts_from_the_admission_and_the_error_says_where_the_request_is(loop: EngineLoop) -> None:
     core = Gate()
 

@@ -246,6 +246,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.quiet
 def test_another_kernels_lock_holds_no_loop_and_no_order_back_for_long(uni: AsyncOmni, path: Path) -> None:
     holder = in_process(LOCK, path, stdin=-1)
     assert holder.stdout is not None

@@ -38,6 +38,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.quiet
 def test_a_lock_that_another_process_holds_costs_one_bounded_wait_and_no_record(path: Path) -> None:
     async def run() -> None:
         async with ledger(path) as one:
@@ -68,6 +69,7 @@ def test_a_lock_that_another_process_holds_costs_one_bounded_wait_and_no_record(
     assert rows(path) == ["before", "during", "late"]
 
 
+@pytest.mark.quiet
 def test_a_disk_that_does_not_answer_costs_one_bounded_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     real = LedgerFile.write

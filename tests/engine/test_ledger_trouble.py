@@ -90,6 +90,7 @@ def content(path: Path) -> bytes | int:
     return path.read_bytes() if path.is_file() else path.stat().st_mode
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("spoil", SPOILERS)
 def test_what_is_no_usable_ledger_is_left_as_it_is_and_named_in_one_line(
     tmp_path: Path, spoil: Callable[[Path], str]

@@ -237,6 +237,7 @@ def test_a_failed_keep_is_not_made_good_by_a_pause_that_only_closes_admission(pa
     asyncio.run(run())
 
 
+@pytest.mark.quiet
 @pytest.mark.rule(Rule.CANCELLED)
 @pytest.mark.parametrize("way_out", ["retry", "resume"])
 def test_a_cancelled_pause_leaves_the_scheduler_closed_until_a_retry_or_a_resume(

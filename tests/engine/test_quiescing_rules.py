@@ -135,6 +135,7 @@ def test_no_request_denoises_across_any_of_many_weight_changes(painter: AsyncOmn
     asyncio.run(run())
 
 
+@pytest.mark.quiet
 @pytest.mark.rule(Rule.AT_THE_BOUNDARY, Rule.STOPS_THE_BACKEND)
 def test_keep_returns_at_the_next_batch_boundary_and_no_batch_starts_before_the_resume(painter: AsyncOmni) -> None:
     async def run() -> None:

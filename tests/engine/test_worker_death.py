@@ -65,6 +65,7 @@ def test_every_rank_is_a_child_process(engine: AsyncOmni) -> None:
     assert pids <= {child.pid for child in psutil.Process().children()}
 
 
+@pytest.mark.quiet
 def test_a_killed_rank_fails_its_stage_at_once_others_serve_and_restart_helps(engine: AsyncOmni) -> None:
     async def run() -> None:
         before = await golden(engine)

@@ -78,6 +78,7 @@ def test_our_errors_and_pythons_come_back_as_themselves(run: Run) -> None:
     run(test)
 
 
+@pytest.mark.quiet
 def test_a_rank_that_is_late_answers_deadline_error_and_its_late_answer_is_dropped(run: Run) -> None:
     async def test() -> None:
         executor = run.make()
@@ -119,6 +120,7 @@ def test_after_an_error_the_others_are_waited_for_no_longer_than_asked(run: Run)
     run(test)
 
 
+@pytest.mark.quiet
 def test_waits_of_all_ranks_are_at_the_same_time(run: Run) -> None:
     async def test() -> None:
         executor = run.make()
@@ -142,6 +144,7 @@ def test_cancel_reaches_an_order_in_progress(run: Run) -> None:
     run(test)
 
 
+@pytest.mark.quiet
 def test_memory_does_not_wait_for_an_order_in_progress(run: Run) -> None:
     async def test() -> None:
         executor = run.make()
@@ -244,6 +247,7 @@ def test_a_method_that_the_worker_does_not_have_is_refused(run: Run, method: str
     run(test)
 
 
+@pytest.mark.quiet
 def test_shutdown_ends_after_the_calls_before_and_refuses_those_after(run: Run) -> None:
     async def test() -> None:
         executor = run.make()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tests.executors.conftest import Run
 
 
+@pytest.mark.quiet
 def test_a_killed_rank_answers_for_all_its_calls_at_once(mp: Run) -> None:
     async def test() -> None:
         deaths: list[Any] = []
@@ -115,6 +116,7 @@ def test_a_worker_class_that_is_not_there_is_told(mp: Run) -> None:
     mp(test)
 
 
+@pytest.mark.quiet
 def test_a_stopped_rank_is_silent_until_its_deadline_and_is_killed_at_shutdown(mp: Run) -> None:
     async def test() -> None:
         executor = mp.make(2)
@@ -256,6 +258,7 @@ def test_ranks_start_without_torch_and_split_the_processors(mp: Run) -> None:
     mp(test)
 
 
+@pytest.mark.quiet
 def test_nothing_is_left_after_use(mp: Run) -> None:
     files = shared_files()
     before = fds(), set(psutil.Process().children(recursive=True))

@@ -84,6 +84,7 @@ def as_module_beside_traps(tmp_path: Path) -> subprocess.CompletedProcess[str]:
 STARTS = [as_script, as_guarded_script, as_command, as_stdin, as_module_beside_traps]
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: start.__name__)
 def test_ranks_start_from_anywhere_and_leave_nothing(start: Callable[[Path], Any], tmp_path: Path) -> None:
     before = shared_files()
@@ -139,6 +140,7 @@ BUSY = {
 }
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("body", BUSY.values(), ids=BUSY.keys())
 def test_ranks_end_within_a_second_of_a_killed_parent(parent: Callable[[str], Parent], body: str) -> None:
     before = shared_files()
@@ -229,6 +231,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.quiet
 def test_an_engine_that_nobody_shuts_down_exits_cleanly(tmp_path: Path) -> None:
     path = tmp_path / "careless.py"
     path.write_text(ENGINE, encoding="utf-8")
@@ -295,6 +298,7 @@ print(len(outputs[-1].images), *[[a.status for a in each] for each in acks])
 """
 
 
+@pytest.mark.quiet
 def test_a_cell_starts_ranks_that_bear_an_interrupt_and_end_with_the_kernel(kernel: Kernel) -> None:
     before = shared_files()
     pids = ast.literal_eval(kernel.run(START))

@@ -209,6 +209,7 @@ def test_an_interrupt_works_in_a_cell_that_also_awaits(kernel):
     kernel.run("request.cancel()")
 
 
+@pytest.mark.quiet
 def test_an_interrupt_ends_an_awaited_order_at_once(kernel):
     kernel.run(HOLD)
     broken = kernel.run("await engine.sleep([1], mode='wait')", interrupt_when=0.7)

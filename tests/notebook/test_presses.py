@@ -179,12 +179,14 @@ def at_once(version, cell, *, by_subshell):
     return cell == "await"
 
 
+@pytest.mark.quiet
 def test_an_idle_kernel_acts_at_once(page):
     page.click("Sleep L1")
     began_s = time.monotonic()
     assert page.shown("Sleep L1: done") - began_s < AT_ONCE_S
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("by_subshell", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_busy_kernel_acts_at_once_or_says_that_a_press_waits(page, cell, by_subshell):

@@ -139,6 +139,7 @@ def test_a_cancelled_task_wakes_too(engine):
     assert asyncio.run(cancelled()) == ["AWAKE", "AWAKE"]
 
 
+@pytest.mark.quiet
 def test_a_cancelled_sleep_does_not_hold_up_the_callers_loop(engine):
     async def cancelled():
         async def work():

@@ -159,7 +159,9 @@ def test_engine_args_do_not_take_what_is_the_stage_s(key: str, message: str) -> 
         AsyncOmni("demo", stage_overrides={0: {"runtime": "vllm", "engine_args": {key: "x"}}})
 
 
-@pytest.mark.parametrize("value", [torch.bfloat16, len, object(), Path(), 2**70, [{"deep": torch.int8}]], ids=str)
+@pytest.mark.parametrize(
+    "value", [torch.bfloat16, len, object(), Path(), 2**70, [{"deep": torch.int8}]], ids=lambda one: type(one).__name__
+)
 def test_engine_args_that_can_not_be_sent_are_refused_and_start_nothing(value: object) -> None:
     children = psutil.Process().children()
     with pytest.raises(ConfigError, match=r"engine_args\['dtype'\]=.* can not be sent to vLLM"):

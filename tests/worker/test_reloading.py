@@ -51,7 +51,7 @@ def cycle(worker, number):
 
 
 def kept_by(again, turns):
-    """The Python objects that a turn leaves behind, once it is warm: interpreters keep some tens for themselves, now and then."""
+    """The Python objects that a turn leaves behind, once it is warm; an interpreter keeps tens itself, now and then."""
     for number in range(10):
         again(number)
     gc.collect()

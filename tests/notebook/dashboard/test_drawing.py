@@ -378,6 +378,7 @@ def test_nothing_that_anyone_names_becomes_markup():
 # ------------------------------------------------------------------------------------------- speed
 
 
+@pytest.mark.quiet
 def test_a_frame_of_256_ranks_takes_at_most_50_ms_of_cpu():
     samples = slept(256)
     took = []

@@ -26,7 +26,7 @@ def enabled(one, **options):
     return {button.press for button in buttons(one, **options) if button.enabled}
 
 
-@pytest.mark.parametrize(("place", "expected"), ON.items(), ids=str)
+@pytest.mark.parametrize(("place", "expected"), ON.items(), ids=[f"{state} {level}" for state, level in ON])
 def test_what_is_on_in_each_state(place, expected):
     state, level = place
     assert enabled(stage(state=MemoryState(state), level=level, **IDLE)) == expected

@@ -25,6 +25,7 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "omni-dashboard"]
 
 
+@pytest.mark.quiet
 def test_frames_come_five_times_a_second_and_never_more(engine, until):
     at = []
     watching = sampler.attach(engine, show := (lambda frame: at.append(frame.view.at_s)))

@@ -1,0 +1,44 @@
+"""Tests run two at a time (`-n 2`), in processes that take turns: one marked `quiet` has the machine to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from typing import TYPE_CHECKING
+
+from xdist.scheduler import LoadFileScheduling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ONE_AT_A_TIME = ("tests/vllm", "tests/gpu")
+"""Folders whose modules share something of the machine: one process runs all of a folder."""
+
+
+class Turns:
+    """Held by as many processes as like to, or by one `quiet` one; whoever comes first is served first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._door = (folder / "door").open("w")  # held while waiting for the room, so that nobody overtakes
+        self._room = (folder / "room").open("w")
+
+    @contextlib.contextmanager
+    def turn(self, *, quiet: bool) -> Iterator[None]:
+        fcntl.flock(self._door, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._room, fcntl.LOCK_EX if quiet else fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+
+
+class ByModule(LoadFileScheduling):
+    """A module's tests share engines, so one process runs them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::", 1)[0]
+        return next((folder for folder in ONE_AT_A_TIME if path.startswith(folder)), path)

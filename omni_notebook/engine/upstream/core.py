@@ -153,7 +153,7 @@ class UpCore(Supervisor):
         return Deadline(given)
 
     def hold(self, deadline: Deadline, token: CancelToken) -> AbstractAsyncContextManager[None]:
-        """One order at a time: upstream keeps one state for all its stages."""
+        """One order at a time: upstream keeps one state for all its stages. It begins when no resume is under way."""
         return self._held(deadline, token)
 
     @contextlib.asynccontextmanager
@@ -162,6 +162,9 @@ class UpCore(Supervisor):
             msg = f"another order held the engine for {deadline.seconds:g} s; nothing changed, call again later"
             raise DeadlineError(msg)
         try:
+            if not await self.pausing.resumes_done(deadline, token):
+                msg = f"vllm_omni had not answered a resume after {deadline.seconds:g} s; nothing changed"
+                raise DeadlineError(msg)
             yield
         finally:
             self._order_lock.release()

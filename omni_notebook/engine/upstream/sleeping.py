@@ -30,7 +30,7 @@ from omni_notebook.stages.state_table import Action, Order, decide, refusal
 from omni_notebook.stages.waiting import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from omni_notebook.engine.upstream.core import UpCore
     from omni_notebook.engine.upstream.outside import Look
@@ -73,6 +73,7 @@ class Sleeping:
             self._check(stages, Order.SLEEP_1)
             todo = [s for s in stages if decide(Order.SLEEP_1, s.state, s.level) == Action.RUN]
             self._refuse_busy(todo, mode)
+            paused = {stage for stage in todo if stage.pause_state != PauseState.OPEN}
             for stage in todo:  # closes the gate: every request goes through every stage
                 stage.move(MemoryState.FALLING_ASLEEP, reason="sleep(1)")
             try:
@@ -81,7 +82,7 @@ class Sleeping:
                     if not token.cancelled:
                         acks += await self._sleep_one(stage, task_id, mode, deadline, run=stage in todo)
             finally:
-                await self._take_back(todo, mode)
+                await self._take_back(todo, mode, paused)
         self._tell("sleep", stages, acks)
         return acks
 
@@ -122,13 +123,13 @@ class Sleeping:
             msg = f"{running} requests had not ended after {deadline.seconds:g} s; nothing slept"
             raise DeadlineError(msg)
 
-    async def _take_back(self, stages: Sequence[UpStage], mode: PauseMode | None) -> None:
-        """Stages that were to sleep and were not asked are awake as before, and open."""
+    async def _take_back(self, stages: Sequence[UpStage], mode: PauseMode | None, paused: Collection[UpStage]) -> None:
+        """Stages that were to sleep and were not asked are awake as before; open, if they were or were resumed."""
         for stage in stages:
             if stage.state != MemoryState.FALLING_ASLEEP:
                 continue
             try:
-                if mode == PauseMode.KEEP:
+                if mode == PauseMode.KEEP or (stage in paused and stage.pause_state == PauseState.OPEN):
                     await self._reopen(stage)
                 stage.move(MemoryState.AWAKE, reason="it did not sleep")
             except OmniError as error:
@@ -237,15 +238,19 @@ class Sleeping:
         return acks
 
     async def _reopen(self, stage: UpStage) -> None:
-        """Open what the sleep closed, and close again what the wake of an engine core opens in spite of a pause."""
-        deadline = Deadline(REOPEN_S)
-        upstream = self._core.upstream
-        if stage.pause_state == PauseState.OPEN:
-            work = upstream.resume_generation(stage_ids=[stage.stage_id])
-            await self._core.calls.run(work, deadline, "resume_generation")
-        elif stage.is_ar:
-            work = upstream.pause_generation(mode="keep", stage_ids=[stage.stage_id], clear_cache=False)
-            await self._core.calls.run(work, deadline, "pause_generation(mode='keep')")
+        """Open what the sleep closed, and close again what the wake of an engine core opens in spite of a pause.
+
+        A resume that comes meanwhile is carried out here: it leaves a stage that is not awake to its wake.
+        """
+        deadline, upstream, done = Deadline(REOPEN_S), self._core.upstream, None
+        while done != stage.pause_state:
+            done = stage.pause_state
+            if done == PauseState.OPEN:
+                work = upstream.resume_generation(stage_ids=[stage.stage_id])
+                await self._core.calls.run(work, deadline, "resume_generation")
+            elif stage.is_ar:
+                work = upstream.pause_generation(mode="keep", stage_ids=[stage.stage_id], clear_cache=False)
+                await self._core.calls.run(work, deadline, "pause_generation(mode='keep')")
 
     # ---------------------------------------------------------------------------------- shared
 

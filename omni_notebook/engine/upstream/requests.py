@@ -109,8 +109,8 @@ class Requests:
         """Check a request and send it on its way; what refuses it is what its client reads."""
         try:
             checked = self._checked(client.ask)
-        except OmniError as error:
-            client.put(error)
+        except Exception as error:  # noqa: BLE001  (it belongs to the client, who would wait for ever)
+            client.put(_ours(client.ask.request_id, error))
             return
         client.route = checked.route
         self._clients[client.ask.request_id] = client
@@ -160,7 +160,8 @@ class Requests:
             return None
         known = {one.lora_int_id: one for stage in self._core.stages for one in stage.loras.values()}
         number = getattr(asked, "lora_int_id", asked)
-        found = next((one for one in known.values() if number in {one.lora_int_id, one.lora_name}), None)
+        # a tuple: what was asked for may have no hash
+        found = next((one for one in known.values() if number in (one.lora_int_id, one.lora_name)), None)
         if found is None:
             names = ", ".join(f"{one.lora_name!r} (id {one.lora_int_id})" for one in known.values()) or "none"
             msg = (

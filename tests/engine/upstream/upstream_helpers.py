@@ -30,6 +30,11 @@ def calls(engine: UpstreamOmni, name: str) -> list[tuple[Any, ...]]:
     return [one for one in engine._core.upstream.calls if one[0] == name]
 
 
+def in_transit(engine: UpstreamOmni) -> int:
+    """Requests that are in progress."""
+    return engine.status().stages[0].in_transit
+
+
 class LetGo:
     """What was held goes on once this is called; `reached` says whether something waits, or has waited, there."""
 

@@ -294,7 +294,7 @@ class UpstreamOmni(Looped, LoRACalls):
                     self._loop.call(lambda: self._core.requests.leave(client))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with a terminal output (state "aborted"); whether it was in progress."""
+        """End a request with a terminal output (state "aborted"); whether it was in progress, or waited at a gate."""
         return await self._run(lambda: self._core.requests.abort(request_id))
 
     # --------------------------------------------------------------------- weights and adapters

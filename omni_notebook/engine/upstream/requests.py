@@ -20,14 +20,12 @@ from omni_notebook.errors import (
     OmniError,
     UpstreamError,
 )
-from omni_notebook.protocol import RequestEvent, RequestState, is_unicode, sampling_params_from
-from omni_notebook.stages.waiting import Deadline, Signal
+from omni_notebook.protocol import OmniRequestOutput, RequestEvent, RequestState, is_unicode, sampling_params_from
+from omni_notebook.stages.waiting import CancelToken, Deadline, OrderCancelled, Signal
 
 if TYPE_CHECKING:
     from omni_notebook.engine.entry import Ask
     from omni_notebook.engine.upstream.core import UpCore
-    from omni_notebook.protocol import OmniRequestOutput
-    from omni_notebook.stages.waiting import CancelToken
 
 LOOK_S = 1.0
 """How often a request that waits for an output looks whether upstream is still there."""
@@ -50,6 +48,7 @@ class Client:
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         self.route: tuple[int, ...] = ()
+        self.at_gate = CancelToken()
         self.admitted_s: float | None = None
         self.task: asyncio.Task[None] | None = None
         self._outputs: deque[OmniRequestOutput | BaseException] = deque()
@@ -89,6 +88,17 @@ def _ours(request_id: str, error: Exception) -> OmniError:
     ours = UpstreamError(f"request {request_id} failed: {first_line(error)}")
     ours.__cause__ = error
     return ours
+
+
+def _turned_away(client: Client, checked: _Checked) -> OmniRequestOutput:
+    """The only output of a request that was aborted before upstream heard of it."""
+    return OmniRequestOutput(
+        request_id=client.ask.request_id,
+        stage_id=checked.route[0],
+        finished=True,
+        final_output_type=checked.final_type,
+        state=RequestState.ABORTED,
+    )
 
 
 class Requests:
@@ -178,9 +188,13 @@ class Requests:
         last: OmniRequestOutput | OmniError
         try:
             self._tell(client, RequestState.WAITING)
-            await self._core.gates.admit(checked.route, checked.wait_s)
+            await self._core.gates.admit(checked.route, checked.wait_s, client.at_gate)
+            client.at_gate.check()  # it may have been given up before its first step
             client.admitted_s = time.monotonic()
             last = await self._pump(client, checked)
+        except OrderCancelled:
+            last = _turned_away(client, checked)
+            self._end(client, last, RequestState.ABORTED, span)
         except asyncio.CancelledError:
             last = EngineClosedError(f"request {request_id} was ended, its client left or the engine was shut down")
             self._end(client, last, RequestState.ABORTED, span)
@@ -252,19 +266,24 @@ class Requests:
     # --------------------------------------------------------------------------------------- ending
 
     def leave(self, client: Client) -> None:
-        """Its client went away: upstream aborts what is cancelled."""
-        if client.task is not None:
+        """Its client went away: upstream aborts what is cancelled, what waits at a gate waits no more."""
+        if client.admitted_s is None:
+            client.at_gate.cancel()
+        elif client.task is not None:
             client.task.cancel()
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with a terminal output; whether it was in progress.
+        """End a request with a terminal output; whether it was in progress, or waited at a gate.
 
         Raises:
             DeadlineError, UpstreamError: upstream did not.
         """
         client = self._clients.get(request_id)
-        if client is None or client.admitted_s is None:  # at the gate it has not begun
+        if client is None:
             return False
+        if client.admitted_s is None:
+            client.at_gate.cancel()
+            return True
         await self._core.calls.run(self._core.upstream.abort(request_id), Deadline(ABORT_S), "abort")
         return True
 

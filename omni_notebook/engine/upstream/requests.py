@@ -50,6 +50,7 @@ class Client:
         self.route: tuple[int, ...] = ()
         self.at_gate = CancelToken()
         self.admitted_s: float | None = None
+        self.lora_id: int | None = None
         self.task: asyncio.Task[None] | None = None
         self._outputs: deque[OmniRequestOutput | BaseException] = deque()
 
@@ -112,6 +113,10 @@ class Requests:
     def in_transit(self, stage_id: int) -> int:
         """Requests that were admitted with this stage on their route and have not ended."""
         return sum(stage_id in c.route and c.admitted_s is not None for c in list(self._clients.values()))
+
+    def naming(self, lora_id: int) -> list[str]:
+        """The ids of requests that were admitted, have not ended and name this adapter."""
+        return [name for name, c in self._clients.items() if c.admitted_s is not None and c.lora_id == lora_id]
 
     # ------------------------------------------------------------------------------- beginning
 
@@ -190,6 +195,8 @@ class Requests:
             self._tell(client, RequestState.WAITING)
             await self._core.gates.admit(checked.route, checked.wait_s, client.at_gate)
             client.at_gate.check()  # it may have been given up before its first step
+            adapter = self._adapter(client.ask.lora_request)  # it may have gone while the request waited
+            client.lora_id = None if adapter is None else adapter.lora_int_id
             client.admitted_s = time.monotonic()
             last = await self._pump(client, checked)
         except OrderCancelled:

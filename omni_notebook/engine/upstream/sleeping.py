@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.engine.upstream import answers
 from omni_notebook.engine.upstream.answers import Change, Said
+from omni_notebook.engine.upstream.refusing import busy, is_kept, refuse_state
 from omni_notebook.engine.upstream.stage import named_states
 from omni_notebook.errors import (
     DeadlineError,
     OmniError,
-    PauseError,
     SleepError,
-    StageBusyError,
     UnsupportedError,
     UpstreamError,
     WakeError,
 )
 from omni_notebook.memory.host import cpu_name
 from omni_notebook.protocol import AckEvent, MemoryEvent, MemoryState, PauseMode, PauseState
-from omni_notebook.stages.state_table import Action, Order, decide, refusal
+from omni_notebook.stages.state_table import Action, Order, decide
 from omni_notebook.stages.waiting import Deadline
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class Sleeping:
         """
         acks: list[OmniACK] = []
         async with self._core.hold(deadline, token):
-            self._check(stages, Order.SLEEP_1)
+            refuse_state(Order.SLEEP_1, stages)
             todo = [s for s in stages if decide(Order.SLEEP_1, s.state, s.level) == Action.RUN]
             self._refuse_busy(todo, mode)
             paused = {stage for stage in todo if stage.pause_state != PauseState.OPEN}
@@ -86,30 +85,18 @@ class Sleeping:
         self._tell("sleep", stages, acks)
         return acks
 
-    def _check(self, stages: Sequence[UpStage], order: Order) -> None:
-        for stage in stages:
-            if decide(order, stage.state, stage.level) == Action.REFUSE:
-                raise refusal(order, stage.stage_id, stage.state, stage.level)
-            if order == Order.SLEEP_1 and stage.pause_state in {PauseState.PAUSING, PauseState.PAUSE_FAILED}:
-                msg = (
-                    f"stage {stage.stage_id} is {stage.pause_state}: {order} is refused until the pause holds; call "
-                    f"pause_generation(mode={stage.pause_mode!r}, stage_ids=[{stage.stage_id}]) again, or "
-                    "resume_generation(). Nothing changed"
-                )
-                raise PauseError(msg)
-
     def _refuse_busy(self, stages: Sequence[UpStage], mode: PauseMode | None) -> None:
         """Refuse what has requests and no mode that ends or keeps them, or waits for some that a pause holds."""
         for stage in stages:
-            kept = _is_kept(stage)
-            if self._core.requests.in_transit(stage.stage_id) and (mode == PauseMode.WAIT if kept else mode is None):
-                raise self._busy(stage)
+            in_transit = self._core.requests.in_transit(stage.stage_id)
+            if in_transit and (mode == PauseMode.WAIT if is_kept(stage) else mode is None):
+                raise busy(Order.SLEEP_1, stage, in_transit)
 
     async def _quiesce(
         self, stages: Sequence[UpStage], mode: PauseMode | None, deadline: Deadline, token: CancelToken
     ) -> None:
         """Bring requests to rest as the mode says; none comes in any more."""
-        requests, ids = self._core.requests, [stage.stage_id for stage in stages if not _is_kept(stage)]
+        requests, ids = self._core.requests, [stage.stage_id for stage in stages if not is_kept(stage)]
         if mode is None or not any(map(requests.in_transit, [stage.stage_id for stage in stages])):
             return
         if mode == PauseMode.KEEP:
@@ -135,15 +122,6 @@ class Sleeping:
             except OmniError as error:
                 stage.move(MemoryState.FAILED, reason=f"it did not sleep, and takes no requests: {error}")
 
-    def _busy(self, stage: UpStage) -> StageBusyError:
-        count = self._core.requests.in_transit(stage.stage_id)
-        msg = (
-            f"stage {stage.stage_id} is busy: 0 running, 0 queued, {count} in transit (vllm_omni does not tell where a "
-            f"request is); {Order.SLEEP_1} is refused, nothing changed. Call pause_generation(mode='keep', "
-            f"stage_ids=[{stage.stage_id}]) first, or sleep(..., mode='keep' | 'wait' | 'abort')"
-        )
-        return StageBusyError(msg, stage_id=stage.stage_id, running=0, queued=0, in_transit=count)
-
     async def _sleep_one(
         self, stage: UpStage, task_id: str, mode: PauseMode | None, deadline: Deadline, *, run: bool
     ) -> list[OmniACK]:
@@ -155,7 +133,7 @@ class Sleeping:
         if deadline.passed:
             late = Said(error="nothing, it was not asked: no time was left", error_code=DeadlineError.error_code)
             return answers.sleep_acks(self._change(stage, task_id, (before, before), late, 0.0), names())
-        theirs = PauseMode.KEEP if mode is None or _is_kept(stage) else mode
+        theirs = PauseMode.KEEP if mode is None or is_kept(stage) else mode
         call = self._core.upstream.sleep(stage_ids=[stage.stage_id], level=1, mode=str(theirs))
         said, latency_ms = await self._ask(call, deadline, "sleep")
         after = await self._looked_until(stage, before, lambda freed: freed >= self._core.outside.floor_bytes)
@@ -204,7 +182,7 @@ class Sleeping:
         """
         acks: list[OmniACK] = []
         async with self._core.hold(deadline, token):
-            self._check(stages, Order.WAKE)
+            refuse_state(Order.WAKE, stages)
             for stage in stages:
                 if not token.cancelled:
                     acks += await self._wake_one(stage, task_id, deadline)
@@ -326,12 +304,6 @@ class Sleeping:
             f"{named_states(stages)}; all answers are in .acks"
         )
         raise (SleepError if order == "sleep" else WakeError)(words, acks)
-
-
-def _is_kept(stage: UpStage) -> bool:
-    """Whether a pause holds the stage's scheduler closed."""
-    paused = stage.pause_state == PauseState.PAUSED
-    return paused and (stage.is_ar or stage.pause_mode == PauseMode.KEEP)
 
 
 def _broken(ack: OmniACK, error: OmniError) -> OmniACK:

@@ -36,11 +36,11 @@ def in_transit(engine: UpstreamOmni) -> int:
 
 
 class LetGo:
-    """What was held goes on once this is called; `reached` says whether something waits, or has waited, there."""
+    """What was held goes on once this is called; `reached` is how many calls have come there."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self.reached = False
+        self.reached = 0
 
     def __call__(self) -> None:
         """Let it go on."""
@@ -48,7 +48,7 @@ class LetGo:
 
     async def wait(self) -> None:
         """Wait for that, on whatever loop."""
-        self.reached = True
+        self.reached += 1
         await asyncio.to_thread(self._event.wait)
 
 

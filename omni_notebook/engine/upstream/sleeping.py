@@ -127,8 +127,7 @@ class Sleeping:
     ) -> list[OmniACK]:
         names = self._names
         if not run:
-            seen = await self._core.look(stage)
-            return answers.noop_acks(self._change(stage, task_id, (seen, seen), Said(), 0.0), stage.level, names())
+            return await self._nothing_to_do(stage, task_id)
         before = await self._core.look(stage)
         if deadline.passed:
             late = Said(error="nothing, it was not asked: no time was left", error_code=DeadlineError.error_code)
@@ -190,10 +189,9 @@ class Sleeping:
         return acks
 
     async def _wake_one(self, stage: UpStage, task_id: str, deadline: Deadline) -> list[OmniACK]:
-        before = await self._core.look(stage)
         if decide(Order.WAKE, stage.state, stage.level) == Action.NOOP:
-            change = self._change(stage, task_id, (before, before), Said(), 0.0)
-            return answers.noop_acks(change, None, self._names())
+            return await self._nothing_to_do(stage, task_id)
+        before = await self._core.look(stage)
         if deadline.passed:
             late = Said(error="nothing, it was not asked: no time was left", error_code=DeadlineError.error_code)
             change = self._change(stage, task_id, (before, before), late, 0.0)
@@ -231,6 +229,16 @@ class Sleeping:
                 await self._core.calls.run(work, deadline, "pause_generation(mode='keep')")
 
     # ---------------------------------------------------------------------------------- shared
+
+    async def _nothing_to_do(self, stage: UpStage, task_id: str) -> list[OmniACK]:
+        """What ranks hold now; a stage that has lost one has FAILED."""
+        seen = await self._core.look(stage)
+        change = self._change(stage, task_id, (seen, seen), Said(), 0.0)
+        acks = answers.noop_acks(change, stage.level, self._names())
+        wrong = next((ack for ack in acks if not ack.ok), None)
+        if wrong is not None:
+            stage.move(MemoryState.FAILED, reason=str(wrong.error_msg))
+        return acks
 
     async def _ask(self, call: Any, deadline: Deadline, what: str) -> tuple[Said, float]:
         """What upstream answers, whatever that is, and how long it took."""

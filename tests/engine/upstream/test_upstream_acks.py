@@ -215,6 +215,28 @@ def test_a_rank_that_dies_is_said_by_status_health_and_its_sleep(engine):
     assert states(engine)[1] == "FAILED"
 
 
+@pytest.mark.parametrize("order", ["sleep", "wake_up"])
+def test_a_rank_that_died_is_no_success_of_an_order_that_has_nothing_to_do(engine, order):
+    async def go():
+        if order == "sleep":
+            await engine.sleep([1])
+        os.kill(engine.status().stages[1].ranks[1].pid, signal.SIGKILL)
+        await until(lambda: not engine.status().stages[1].ranks[1].alive)
+        asked = len(calls(engine, order))
+        acks = await getattr(engine, order)([1], raise_on_error=False)
+        assert len(calls(engine, order)) == asked
+        assert [(ack.status, ack.metadata["error_code"]) for ack in acks] == [
+            ("SUCCESS", None),
+            ("ERROR", "WORKER_DIED"),
+        ]
+        assert "has ended" in acks[1].error_msg
+        assert states(engine) == ["AWAKE", "FAILED"]
+        with pytest.raises(StageFailedError):
+            await engine.sleep([1])
+
+    asyncio.run(go())
+
+
 def test_what_no_process_is_known_of_is_null_and_an_error(engine):
     stage = engine._core.stages[0]
     stage.seats = (stage.seats[0]._replace(pid=None),)

@@ -21,6 +21,7 @@ from omni_notebook.engine.upstream.loras import Loras
 from omni_notebook.engine.upstream.outside import Look
 from omni_notebook.engine.upstream.package import TESTED
 from omni_notebook.engine.upstream.pausing import Pausing
+from omni_notebook.engine.upstream.refusing import START_ANEW
 from omni_notebook.engine.upstream.requests import Requests
 from omni_notebook.engine.upstream.sleeping import Sleeping
 from omni_notebook.engine.upstream.stage import UpStage, configs
@@ -77,7 +78,7 @@ class UpCore(Supervisor):
             for number, config in enumerate(configs(upstream, model))
         ]
         self.family = seats_of.family(upstream, len(self.stages))
-        self.gates = Gates(self.stages)
+        self.gates = Gates(self.stages, START_ANEW)
         self.requests = Requests(self)
         self.sleeping = Sleeping(self)
         self.loras = Loras(self)
@@ -247,6 +248,3 @@ class UpCore(Supervisor):
             seen = self.outside.glance([pid for stage in self.stages for pid in stage.pids])
             self._glance = time.monotonic(), seen
         return seen
-
-
-START_ANEW = "vllm_omni can not restart a stage: call shutdown() and start the engine anew"

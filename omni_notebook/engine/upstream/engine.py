@@ -15,8 +15,9 @@ from omni_notebook.engine.loop import EngineLoop
 from omni_notebook.engine.lora_calls import LoRACalls
 from omni_notebook.engine.scoped import Looped
 from omni_notebook.engine.upstream import package, seats
-from omni_notebook.engine.upstream.core import SHUTDOWN_S, START_ANEW, UpCore
+from omni_notebook.engine.upstream.core import SHUTDOWN_S, UpCore
 from omni_notebook.engine.upstream.outside import Outside
+from omni_notebook.engine.upstream.refusing import START_ANEW
 from omni_notebook.engine.upstream.requests import Client
 from omni_notebook.errors import EngineClosedError, UnsupportedError
 from omni_notebook.protocol import MemoryState, PauseState, new_task_id

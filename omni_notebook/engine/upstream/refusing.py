@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
     from omni_notebook.engine.upstream.stage import UpStage
 
+START_ANEW = "vllm_omni can not restart a stage: call shutdown() and start the engine anew"
+
 
 def refuse_state(order: Order, stages: Sequence[UpStage]) -> None:
     """Raise what the state of one of the stages has against an order: of its memory, or of a pause."""
     for stage in stages:
         if decide(order, stage.state, stage.level) == Action.REFUSE:
-            raise refusal(order, stage.stage_id, stage.state, stage.level)
+            raise refusal(order, stage.stage_id, stage.state, stage.level, way_out=START_ANEW)
         if order != Order.WAKE and stage.pause_state in {PauseState.PAUSING, PauseState.PAUSE_FAILED}:
             msg = (
                 f"stage {stage.stage_id} is {stage.pause_state}: {order} is refused until the pause holds; call "

@@ -121,8 +121,10 @@ def test_an_error_that_upstream_counts_as_an_answer_is_every_ranks_error(engine,
     assert [(ack.stage_id, ack.rank, ack.status) for ack in acks] == [(1, 0, "ERROR"), (1, 1, "ERROR")]
     assert all(words in ack.error_msg and ack.metadata["error_code"] == "UPSTREAM" for ack in acks)
     assert states(engine)[1] == "FAILED"
-    with pytest.raises(StageFailedError, match="restart"):
-        asyncio.run(engine.wake_up([1]))
+    for refused in (engine.wake_up, engine.sleep, lambda: collect(engine), engine.check_health):
+        with pytest.raises(StageFailedError, match="start the engine anew") as raised:
+            asyncio.run(refused())
+        assert "restart(" not in str(raised.value)
 
 
 def test_a_sleep_that_raises_before_anything_moved_leaves_the_stage_awake_and_open(engine):

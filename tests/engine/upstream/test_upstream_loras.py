@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from omni_notebook.errors import ArgumentError, DeadlineError, LoRAError, PauseError, StageBusyError, UnsupportedError
+from omni_notebook.errors import (
+    ArgumentError,
+    DeadlineError,
+    LoRAError,
+    PauseError,
+    StageBusyError,
+    StageFailedError,
+    UnsupportedError,
+)
 from omni_notebook.protocol import LoRARequest
 from tests.engine.engine_helpers import collect, until
 from tests.engine.upstream.upstream_helpers import calls, held, in_transit, lies
@@ -107,6 +115,18 @@ def test_adapters_of_a_stage_with_requests_do_not_change(engine, style, change):
         await engine.abort("r")
         await task
         assert await CHANGES[change](engine)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_adapters_of_a_stage_that_has_failed_do_not_change_and_the_way_out_is_named(engine, style, change):
+    async def go():
+        await engine.add_lora(style)
+        lies(engine).add("error_ack")
+        await engine.sleep([1], raise_on_error=False)
+        with pytest.raises(StageFailedError, match="start the engine anew"):
+            await CHANGES[change](engine)
 
     asyncio.run(go())
 

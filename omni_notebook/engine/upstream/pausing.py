@@ -39,21 +39,22 @@ class Pausing:
         """
         self._core.check_call("pause_generation", "stage_ids")
         async with self._core.hold(deadline, token):
-            wishes = [_Wish(stage, mode, clear_cache, stage.resumes) for stage in stages]
+            wishes = [_Wish(stage, mode, stage.resumes) for stage in stages]
             for wish in wishes:
                 if not token.cancelled:
-                    await self._pause_one(wish, deadline)
+                    await self._pause_one(wish, clear_cache, deadline)
 
-    async def _pause_one(self, wish: _Wish, deadline: Deadline) -> None:
+    async def _pause_one(self, wish: _Wish, clear_cache: bool, deadline: Deadline) -> None:
         stage, mode = wish.stage, wish.mode
-        if wish.overtaken():
-            raise wish.says_so()
+        wish.check()
         before = stage.pause_state, stage.pause_mode
         if before == (PauseState.PAUSED, mode):
             return
         stage.set_pause(PauseState.PAUSING, mode, reason=f"pause {mode}")
         try:
-            await self._core.calls.run(self._close(wish), deadline, f"pause_generation(mode={str(mode)!r})")
+            call = self.closing([stage], mode, clear_cache=clear_cache)
+            await self._core.calls.run(call, deadline, f"pause_generation(mode={str(mode)!r})")
+            wish.check()
         except OmniError as error:
             is_step_level = not wish.overtaken() and await self._is_step_level(stage, mode, error)
             if is_step_level and not wish.overtaken():
@@ -63,42 +64,36 @@ class Pausing:
                     "call sleep(..., mode='wait' | 'abort'), or abort its requests. Nothing changed"
                 )
                 raise StepLevelError(msg) from error
-            if wish.overtaken() and stage.pause_state == PauseState.OPEN:
-                raise wish.says_so() from error
+            if stage.pause_state == PauseState.OPEN:
+                wish.check()
             stage.set_pause(PauseState.PAUSE_FAILED, mode, reason=f"pause failed: {error}")
             msg = (
                 f"the pause ({mode}) of stage {stage.stage_id} did not complete: {error}; it is PAUSE_FAILED. Call "
                 "pause_generation again, or resume_generation(); do not sleep or change weights now"
             )
             raise (DeadlineError if isinstance(error, DeadlineError) else PauseError)(msg) from error
-        if wish.overtaken():
-            raise wish.says_so()
         stage.set_pause(PauseState.PAUSED, mode, reason=f"paused ({mode})")
 
-    async def _close(self, wish: _Wish) -> None:
-        """Upstream's pause, and its resume after it where the stage was resumed meanwhile, however late that is."""
-        call = self._core.upstream.pause_generation(
-            mode=str(wish.mode), clear_cache=wish.clear_cache, stage_ids=[wish.stage.stage_id]
-        )
+    async def closing(self, stages: Sequence[UpStage], mode: PauseMode, *, clear_cache: bool) -> None:
+        """Upstream's pause; what it closed is opened again where it is open here by then, however late that is."""
+        ids = [stage.stage_id for stage in stages]
         try:
-            await call
+            await self._core.upstream.pause_generation(mode=str(mode), clear_cache=clear_cache, stage_ids=ids)
         except Exception:
-            await self._open_if_resumed(wish)
+            await self._open_as_recorded(stages, mode)
             raise
-        await self._open_if_resumed(wish)
+        await self._open_as_recorded(stages, mode)
 
-    async def _open_if_resumed(self, wish: _Wish) -> None:
-        stage = wish.stage
-        if not wish.overtaken():
-            return
+    async def _open_as_recorded(self, stages: Sequence[UpStage], mode: PauseMode) -> None:
         await self.resumes_done(Deadline(RESUME_S))
-        if (stage.state, stage.pause_state) != (MemoryState.AWAKE, PauseState.OPEN):
-            return  # it opens after its wake; or the resume failed, or another pause has come
-        try:
-            await self._resume_upstream(stage)
-        except OmniError as error:
-            stage.set_pause(PauseState.PAUSE_FAILED, wish.mode, reason=f"not open after a resume: {error}")
-            raise
+        for stage in stages:
+            if (stage.state, stage.pause_state) != (MemoryState.AWAKE, PauseState.OPEN):
+                continue  # it is paused, or opens after its wake
+            try:
+                await self._resume_upstream(stage)
+            except OmniError as error:
+                stage.set_pause(PauseState.PAUSE_FAILED, mode, reason=f"closed in spite of a resume: {error}")
+                raise
 
     async def _is_step_level(self, stage: UpStage, mode: PauseMode, error: OmniError) -> bool:
         """Whether it can not be kept at all, and is open again: upstream closes admission before it finds out."""
@@ -150,16 +145,17 @@ class _Wish:
 
     stage: UpStage
     mode: PauseMode
-    clear_cache: bool
     resumes: int
 
     def overtaken(self) -> bool:
         """Whether the stage was resumed since."""
         return self.stage.resumes != self.resumes
 
-    def says_so(self) -> PauseError:
-        """The error of a pause that does not hold."""
-        return PauseError(
-            f"stage {self.stage.stage_id} was resumed while it was pausing; this pause ({self.mode}) does not hold, it "
-            f"is {self.stage.pause_state}"
-        )
+    def check(self) -> None:
+        """Raise PauseError if it was: this pause does not hold."""
+        if self.overtaken():
+            msg = (
+                f"stage {self.stage.stage_id} was resumed while it was pausing; this pause ({self.mode}) does not "
+                f"hold, it is {self.stage.pause_state}"
+            )
+            raise PauseError(msg)

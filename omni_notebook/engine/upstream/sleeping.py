@@ -96,17 +96,17 @@ class Sleeping:
         self, stages: Sequence[UpStage], mode: PauseMode | None, deadline: Deadline, token: CancelToken
     ) -> None:
         """Bring requests to rest as the mode says; none comes in any more."""
-        requests, ids = self._core.requests, [stage.stage_id for stage in stages if not is_kept(stage)]
+        requests, moving = self._core.requests, [stage for stage in stages if not is_kept(stage)]
         if mode is None or not any(map(requests.in_transit, [stage.stage_id for stage in stages])):
             return
         if mode == PauseMode.KEEP:
-            work = self._core.upstream.pause_generation(mode="keep", stage_ids=ids, clear_cache=False)
+            work = self._core.pausing.closing(moving, PauseMode.KEEP, clear_cache=False)
             await self._core.calls.run(work, deadline, "pause_generation(mode='keep')")
             return
         if mode == PauseMode.ABORT:
             await requests.abort_all(deadline)
         if not await requests.ended(deadline, token):
-            running = max(map(requests.in_transit, ids), default=0)
+            running = max((requests.in_transit(stage.stage_id) for stage in moving), default=0)
             msg = f"{running} requests had not ended after {deadline.seconds:g} s; nothing slept"
             raise DeadlineError(msg)
 

@@ -80,6 +80,44 @@ def test_a_pause_that_lands_after_its_deadline_and_a_resume_closes_nothing(engin
     assert asyncio.run(go())
 
 
+def test_a_pause_during_which_a_resume_failed_is_on_record_as_failed_and_can_be_resumed(engine):
+    async def go():
+        with held(engine, "pause_generation") as let_go:
+            pause = asyncio.create_task(engine.pause_generation(mode="keep", stage_ids=[1]))
+            await until(lambda: let_go.reached)
+            lies(engine).add("raise:resume")
+            with pytest.raises(PauseError, match="was not resumed"):
+                await engine.resume_generation()
+            let_go()
+            with pytest.raises(PauseError, match=r"PAUSE_FAILED.* resume_generation\(\)"):
+                await pause
+        assert stages(engine) == [("AWAKE", "OPEN"), ("AWAKE", "PAUSE_FAILED")]
+        lies(engine).clear()
+        await engine.resume_generation()
+        return await answered(engine)
+
+    assert asyncio.run(go())
+
+
+def test_the_pause_of_a_sleep_that_lands_after_its_deadline_closes_nothing(engine):
+    async def go():
+        engine._core.upstream.token_s = 0.05
+        request = asyncio.create_task(collect(engine, request_id="r", sampling_params={"max_tokens": 200}))
+        await until(lambda: calls(engine, "generate"))
+        with held(engine, "pause_generation") as let_go:
+            with pytest.raises(DeadlineError):
+                await engine.sleep([1], mode="keep", timeout=0.3)
+            assert stages(engine) == OPEN
+            let_go()
+            await until(lambda: calls(engine, "pause_generation"))
+        await engine.abort("r")
+        await request
+        return await answered(engine)
+
+    assert asyncio.run(go())
+    assert calls(engine, "sleep") == []
+
+
 def test_a_pause_does_not_begin_at_a_stage_that_was_resumed_before_its_turn(engine):
     async def go():
         with held(engine, "pause_generation") as let_go:

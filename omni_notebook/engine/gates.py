@@ -51,10 +51,14 @@ class Gated(Protocol):
 
 
 class Gates:
-    """Admits requests; closed while a stage is paused, or while a stage on the request's route is not awake."""
+    """Admits requests; closed while a stage is paused, or while a stage on the request's route is not awake.
 
-    def __init__(self, stages: Sequence[Gated]) -> None:
+    `way_out`: see `state_table.refusal`.
+    """
+
+    def __init__(self, stages: Sequence[Gated], way_out: str | None = None) -> None:
         self._stages = stages
+        self._way_out = way_out
         self._changed = Signal()
         self.waiting: Counter[int] = Counter()
         self.first: Counter[int] = Counter()
@@ -122,7 +126,7 @@ class Gates:
             return EngineClosedError("the engine was shut down; start a new one")
         stages = [self._stages[i] for i in route]
         closed = [s for s in stages if not (waits and s.arriving and s.state == MemoryState.WAKING)]
-        errors = [e for e in map(_stage_error, closed) if e is not None]
+        errors = [e for e in (_stage_error(stage, self._way_out) for stage in closed) if e is not None]
         final = next((e for e in errors if not isinstance(e, AsleepError)), None)
         return final or self._pause_error() or next(iter(errors), None)
 
@@ -134,13 +138,15 @@ class Gates:
         return PausedError(f"admission is closed by a pause: {names}; call resume_generation() to open it")
 
 
-def _stage_error(stage: Gated) -> OmniError | None:
+def _stage_error(stage: Gated, way_out: str | None) -> OmniError | None:
     if stage.state in _MOVING:
         return AsleepError(f"stage {stage.stage_id} is {stage.state}; wait for it, or call wake_up([{stage.stage_id}])")
     action = decide(Order.GENERATE, stage.state, stage.level)
     if action == Action.RUN:
         return None
     if action == Action.REFUSE:
-        return refusal(Order.GENERATE, stage.stage_id, stage.state, stage.level, reload=stage.recoverable)
+        return refusal(
+            Order.GENERATE, stage.stage_id, stage.state, stage.level, reload=stage.recoverable, way_out=way_out
+        )
     level = f" (level {stage.level})" if stage.level else ""
     return AsleepError(f"stage {stage.stage_id} is {stage.state}{level}; call wake_up([{stage.stage_id}]) to open it")

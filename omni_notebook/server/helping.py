@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.protocol import MemoryState, PauseState
-from omni_notebook.verbs.hints import is_lost
+from omni_notebook.verbs.hints import can_restart, is_lost
 
 if TYPE_CHECKING:
     from omni_notebook.protocol import EngineStatus
@@ -36,6 +36,7 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"(?<=call )load_weights\b(?!\()", f"POST {PREFIX}/weights"),
     (r"\badd_lora\(request\)", f"POST {PREFIX}/loras"),
     (r"\bremove_lora\((\w+)\)", rf"DELETE {PREFIX}/loras/\1"),
+    (r"\bcall shutdown\(\) and start the engine anew", "end the server and start it anew"),
     (r"\babort\(request_id\)", f"POST {PREFIX}/abort"),
     (r"\bcall (?=POST |DELETE )", "send "),
     (r"\bCall (?=POST |DELETE )", "Send "),
@@ -72,7 +73,7 @@ def requests_that_help(status: EngineStatus, *, text_only: bool = False) -> list
     `text_only`: the way is that of a chat, which ends with the autoregressive stages.
     """
     stages = [stage for stage in status.stages if stage.kind == "ar" or not text_only]
-    failed = [stage for stage in stages if stage.state is MemoryState.FAILED]
+    failed = [stage for stage in stages if stage.state is MemoryState.FAILED and can_restart(stage)]
     lost = [stage for stage in stages if is_lost(stage)]
     asleep = [stage for stage in stages if stage.state in _WAKES and not is_lost(stage)]
     paused = [stage for stage in status.stages if stage.pause_state is not PauseState.OPEN]

@@ -68,12 +68,30 @@ def decide(order: Order, state: MemoryState, level: int | None) -> Action:
     return TABLE[order][list(Column).index(column(state, level))]
 
 
-def refusal(order: Order, stage_id: int, state: MemoryState, level: int | None, *, reload: bool = True) -> OmniError:
-    """Why the table refuses `order`, the state now, and the call that helps; `reload`: a path has the weights."""
+def refusal(
+    order: Order,
+    stage_id: int,
+    state: MemoryState,
+    level: int | None,
+    *,
+    reload: bool = True,
+    way_out: str | None = None,
+) -> OmniError:
+    """Why the table refuses `order`, the state now, and the call that helps.
+
+    Args:
+        order: what was asked for.
+        stage_id: the stage.
+        state: where its memory is.
+        level: how deep it sleeps.
+        reload: a path has the weights.
+        way_out: what leads out of FAILED where `restart` does not.
+    """
     at = column(state, level)
     head = f"stage {stage_id} is {at}"
     if at == Column.FAILED:
-        return StageFailedError(f"{head}: {order} is refused; call restart({stage_id}). Nothing changed")
+        helps = way_out or f"call restart({stage_id})"
+        return StageFailedError(f"{head}: {order} is refused; {helps}. Nothing changed")
     if at == Column.NEEDS_WEIGHTS:
         return NeedsWeightsError(
             f"{head}: its memory holds no valid weights, {order} is refused; call load_weights({stage_id}, path)"

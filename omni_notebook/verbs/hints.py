@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from omni_notebook.engine.upstream.stage import RUNTIME as UPSTREAM
 from omni_notebook.errors import OmniError
 from omni_notebook.protocol import EngineStatus, MemoryState, PauseState, StageStatus
 
@@ -15,6 +16,7 @@ MOVING = frozenset({MemoryState.FALLING_ASLEEP, MemoryState.WAKING})
 NEW_REQUESTS = "%omni generate refuses at once; engine.generate() waits up to 60 s (admission_timeout)"
 """What happens to a new request while a stage is paused."""
 LAST_ACKS = "omni_notebook.last_acks()"
+NO_RESTART = "vllm_omni can not restart a stage, start the engine anew"
 
 _MEMORY_CALLS = {
     MemoryState.FALLING_ASLEEP: "%omni status shows when it has ended",
@@ -58,7 +60,10 @@ def state_words(stage: StageStatus) -> str:
 
 def call_that_helps(stage: StageStatus) -> str | None:
     """The calls that lead back to AWAKE and OPEN, or None when the stage is there."""
-    texts = (_NO_CHECKPOINT if is_lost(stage) else _MEMORY_CALLS.get(stage.state), _PAUSE_CALLS.get(stage.pause_state))
+    memory = _NO_CHECKPOINT if is_lost(stage) else _MEMORY_CALLS.get(stage.state)
+    if stage.state is MemoryState.FAILED and not can_restart(stage):
+        memory = NO_RESTART
+    texts = (memory, _PAUSE_CALLS.get(stage.pause_state))
     found = dict.fromkeys(text.format(id=stage.stage_id) for text in texts if text)
     return ", ".join(found) or None
 
@@ -66,6 +71,11 @@ def call_that_helps(stage: StageStatus) -> str | None:
 def is_lost(stage: StageStatus) -> bool:
     """Whether it needs weights that no checkpoint gives back."""
     return stage.state is MemoryState.NEEDS_WEIGHTS and not stage.recoverable
+
+
+def can_restart(stage: StageStatus) -> bool:
+    """Whether its engine has a call that makes one stage anew."""
+    return stage.runtime != UPSTREAM
 
 
 def pick(status: EngineStatus, stage_ids: Sequence[int] | None) -> list[StageStatus]:
@@ -110,7 +120,8 @@ def closed_gates(status: EngineStatus, *, text_only: bool) -> str | None:
 
 
 def _lines_that_open(closed: Sequence[StageStatus]) -> list[str]:
-    lines = [f"%omni restart {stage.stage_id}" for stage in closed if stage.state is MemoryState.FAILED]
+    failed = [stage for stage in closed if stage.state is MemoryState.FAILED]
+    lines = [f"%omni restart {stage.stage_id}" if can_restart(stage) else NO_RESTART for stage in failed]
     lines += [f"%omni weights {stage.stage_id} FOLDER" for stage in closed if is_lost(stage)]
     asleep = [str(stage.stage_id) for stage in closed if stage.state in _WAKES and not is_lost(stage)]
     if asleep:
@@ -160,6 +171,7 @@ _CALLS: tuple[tuple[str, str], ...] = (
     (r"sleep\(\.\.\., discard=True\)(?: \(magic: --discard\))?", "%omni sleep {id} --discard"),
     (r"\bsleep\((?:level=)?([12])\)", r"sleep --level \1"),
     (r"\brestart\((\d+)\)", r"%omni restart \1"),
+    (r"\bcall shutdown\(\)", "%omni stop"),
     (r"(?<![.\w])load_weights\((\d+), \w+\)", r"%omni weights \1 FOLDER"),
     (r"(?<![.\w])load_weights\(\w+, \w+\)", "%omni weights {stage} FOLDER"),
     (r"(?<=call )load_weights\b(?!\()", "%omni weights {stage} FOLDER"),

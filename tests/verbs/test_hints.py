@@ -121,3 +121,12 @@ def test_stages_that_only_a_pause_holds_share_one_call_that_opens_them():
         "stage 0 (thinker) is AWAKE, PAUSED (keep): %omni resume 0 opens it; "
         "stage 1 (thinker) is ASLEEP (level 2): %omni wake 1 wakes it"
     )
+
+
+def test_a_failed_stage_of_vllm_omni_is_helped_by_no_restart():
+    one = stage(1, state=MemoryState.FAILED, runtime="vllm-omni")
+    for words in (hints.describe([one]), hints.closed_gates(status(stage(0), one), text_only=False)):
+        assert words.startswith("stage 1 (thinker) is FAILED: ")
+        assert words.endswith("start the engine anew")
+        assert "%omni restart" not in words
+    assert hints.in_verbs("call shutdown() and start the engine anew") == "%omni stop and start the engine anew"

@@ -186,12 +186,12 @@ def _wake_tolerance(expected: int, change: Change) -> float:
 
 
 def noop_acks(change: Change, level: int | None, device_names: Mapping[str, str]) -> list[OmniACK]:
-    """The answers to an order that has nothing to do: one a rank, as measured now, nothing freed."""
+    """The answers to an order that has nothing to do: one a rank, as measured now; SUCCESS of those that are there."""
     return [
         _ack(
             change,
             seat,
-            None,
+            _general_error(change, seat),
             device_names,
             noop=True,
             expected_bytes=0,

@@ -21,6 +21,7 @@ from omni_notebook.engine.upstream.loras import Loras
 from omni_notebook.engine.upstream.outside import Look
 from omni_notebook.engine.upstream.package import TESTED
 from omni_notebook.engine.upstream.pausing import Pausing
+from omni_notebook.engine.upstream.refusing import START_ANEW
 from omni_notebook.engine.upstream.requests import Requests
 from omni_notebook.engine.upstream.sleeping import Sleeping
 from omni_notebook.engine.upstream.stage import UpStage, configs
@@ -77,7 +78,7 @@ class UpCore(Supervisor):
             for number, config in enumerate(configs(upstream, model))
         ]
         self.family = seats_of.family(upstream, len(self.stages))
-        self.gates = Gates(self.stages)
+        self.gates = Gates(self.stages, START_ANEW)
         self.requests = Requests(self)
         self.sleeping = Sleeping(self)
         self.loras = Loras(self)
@@ -153,7 +154,7 @@ class UpCore(Supervisor):
         return Deadline(given)
 
     def hold(self, deadline: Deadline, token: CancelToken) -> AbstractAsyncContextManager[None]:
-        """One order at a time: upstream keeps one state for all its stages."""
+        """One order at a time: upstream keeps one state for all its stages. It begins when no resume is under way."""
         return self._held(deadline, token)
 
     @contextlib.asynccontextmanager
@@ -162,6 +163,9 @@ class UpCore(Supervisor):
             msg = f"another order held the engine for {deadline.seconds:g} s; nothing changed, call again later"
             raise DeadlineError(msg)
         try:
+            if not await self.pausing.resumes_done(deadline, token):
+                msg = f"vllm_omni had not answered a resume after {deadline.seconds:g} s; nothing changed"
+                raise DeadlineError(msg)
             yield
         finally:
             self._order_lock.release()
@@ -244,6 +248,3 @@ class UpCore(Supervisor):
             seen = self.outside.glance([pid for stage in self.stages for pid in stage.pids])
             self._glance = time.monotonic(), seen
         return seen
-
-
-START_ANEW = "vllm_omni can not restart a stage: call shutdown() and start the engine anew"

@@ -15,8 +15,9 @@ from omni_notebook.engine.loop import EngineLoop
 from omni_notebook.engine.lora_calls import LoRACalls
 from omni_notebook.engine.scoped import Looped
 from omni_notebook.engine.upstream import package, seats
-from omni_notebook.engine.upstream.core import SHUTDOWN_S, START_ANEW, UpCore
+from omni_notebook.engine.upstream.core import SHUTDOWN_S, UpCore
 from omni_notebook.engine.upstream.outside import Outside
+from omni_notebook.engine.upstream.refusing import START_ANEW
 from omni_notebook.engine.upstream.requests import Client
 from omni_notebook.errors import EngineClosedError, UnsupportedError
 from omni_notebook.protocol import MemoryState, PauseState, new_task_id
@@ -294,7 +295,7 @@ class UpstreamOmni(Looped, LoRACalls):
                     self._loop.call(lambda: self._core.requests.leave(client))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with a terminal output (state "aborted"); whether it was in progress."""
+        """End a request with a terminal output (state "aborted"); whether it was in progress, or waited at a gate."""
         return await self._run(lambda: self._core.requests.abort(request_id))
 
     # --------------------------------------------------------------------- weights and adapters

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.engine.upstream.package import lora_request
-from omni_notebook.errors import ArgumentError, LoRAError, OmniError, UnsupportedError
+from omni_notebook.engine.upstream.refusing import busy, is_kept, refuse_state
+from omni_notebook.errors import ArgumentError, LoRAError, OmniError, StageBusyError, UnsupportedError
 from omni_notebook.paths import expanded
 from omni_notebook.protocol import LoRAStatus
-from omni_notebook.stages.state_table import Action, Order, decide, refusal
+from omni_notebook.stages.state_table import Order
+from omni_notebook.stages.waiting import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
     from omni_notebook.engine.upstream.core import UpCore
     from omni_notebook.engine.upstream.stage import UpStage
     from omni_notebook.protocol import LoRARequest
-    from omni_notebook.stages.waiting import CancelToken, Deadline
+    from omni_notebook.stages.waiting import CancelToken
+
+UNDO_S = 30.0
+"""Seconds for a stage to let go of an adapter that another one could not take."""
 
 
 class Loras:
@@ -40,12 +45,13 @@ class Loras:
         Raises:
             ArgumentError: another adapter has this name or number.
             UnsupportedError: none of the stages takes adapters.
-            LoRAError: one could not take it; it was taken off the others.
+            StageBusyError, PauseError, AsleepError, StageFailedError: refused, nothing changed.
+            LoRAError: one could not take it; it was taken off all.
         """
         async with self._core.hold(deadline, token):
-            self._check(stages)
             if self._is_there(request, stages):
                 return False
+            self._check(stages)
             path = str(expanded(request.lora_path).resolve())
             theirs = lora_request(request.lora_name, request.lora_int_id, path)
             taken: list[UpStage] = []
@@ -54,8 +60,8 @@ class Loras:
                     if await self._ask(stage, "add_lora", theirs, deadline):
                         taken.append(stage)
                 except OmniError as error:
-                    await self._take_off(taken, request.lora_int_id, deadline)
-                    msg = f"adapter {request.title} was not added: {error}; it is on no stage"
+                    now = await self._taken_off([*taken, stage], request.lora_int_id)
+                    msg = f"adapter {request.title} was not added: {error}; {now}"
                     raise LoRAError(msg) from error
             if not taken:
                 msg = f"no stage of this vllm_omni engine takes LoRA adapters; {request.title} was not added"
@@ -75,11 +81,13 @@ class Loras:
         """Take an adapter off every stage; whether it was there.
 
         Raises:
+            StageBusyError: requests are on a stage that has it, or name it; likewise refused as by `add`.
             LoRAError: a stage did not let go of it.
         """
         async with self._core.hold(deadline, token):
             having = [stage for stage in self._core.stages if number in stage.loras]
             self._check(having)
+            self._check_unnamed(having, number)
             for stage in having:
                 await self._ask(stage, "remove_lora", number, deadline)
                 del stage.loras[number]
@@ -90,7 +98,7 @@ class Loras:
 
         Raises:
             ArgumentError: there is no such adapter.
-            LoRAError: a stage can not.
+            LoRAError: a stage can not; likewise refused as by `add`.
         """
         async with self._core.hold(deadline, token):
             having = [stage for stage in self._core.stages if number in stage.loras]
@@ -111,9 +119,19 @@ class Loras:
             return True
 
     def _check(self, stages: Sequence[UpStage]) -> None:
+        refuse_state(Order.LORA, stages)
         for stage in stages:
-            if decide(Order.LORA, stage.state, stage.level) == Action.REFUSE:
-                raise refusal(Order.LORA, stage.stage_id, stage.state, stage.level)
+            in_transit = self._core.requests.in_transit(stage.stage_id)
+            if in_transit and not is_kept(stage):
+                raise busy(Order.LORA, stage, in_transit)
+
+    def _check_unnamed(self, stages: Sequence[UpStage], number: int) -> None:
+        """Refuse to take away what a request that is here still needs, also where a pause holds it."""
+        named_by = self._core.requests.naming(number)
+        for stage in stages if named_by else ():
+            title = f"{stage.loras[number].lora_name!r} (id {number})"
+            msg = f"adapter {title} is named by requests that are here ({', '.join(named_by)}). Nothing changed"
+            raise StageBusyError(msg, stage_id=stage.stage_id, running=0, queued=0, in_transit=len(named_by))
 
     def _is_there(self, request: LoRARequest, stages: Sequence[UpStage]) -> bool:
         for one in (one for stage in self._core.stages for one in stage.loras.values()):
@@ -123,11 +141,13 @@ class Loras:
                 raise ArgumentError(msg)
         return all(request.lora_int_id in stage.loras for stage in stages)
 
-    async def _ask(self, stage: UpStage, method: str, argument: Any, deadline: Deadline) -> bool:
+    async def _ask(
+        self, stage: UpStage, method: str, argument: Any, deadline: Deadline, *, or_false: bool = False
+    ) -> bool:
         """Whether a stage's ranks all did it; False: the stage has no such call.
 
         Raises:
-            LoRAError: one answered an error, or False.
+            LoRAError: one answered an error, or, without `or_false`, False.
         """
         left_s = deadline.left_s()
         call = self._core.upstream.collective_rpc(
@@ -136,7 +156,7 @@ class Loras:
         results = await self._core.calls.run(call, deadline, method)
         if results and all(isinstance(one, dict) and one.get("todo") for one in results):
             return False
-        wrong = [one for one in _flat(results) if one is not True]
+        wrong = [one for one in _flat(results) if one is not True and not (or_false and one is False)]
         if wrong or not results:
             first = wrong[0] if wrong else "nothing: no rank answered"
             words = first.get("error", first) if isinstance(first, dict) else first
@@ -144,10 +164,15 @@ class Loras:
             raise LoRAError(msg)
         return True
 
-    async def _take_off(self, stages: Sequence[UpStage], number: int, deadline: Deadline) -> None:
+    async def _taken_off(self, stages: Sequence[UpStage], number: int) -> str:
+        """Take it off the stages that may have it, on some rank; where it is then."""
+        left = []
         for stage in stages:
-            with contextlib.suppress(OmniError):
-                await self._ask(stage, "remove_lora", number, deadline)
+            try:
+                await self._ask(stage, "remove_lora", number, Deadline(UNDO_S), or_false=True)
+            except OmniError as error:
+                left.append(f"it may still be on stage {stage.stage_id}: {error}")
+        return "; ".join(left) or "it is on no stage"
 
 
 def _flat(results: Sequence[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.engine.upstream.package import first_line
 from omni_notebook.errors import ArgumentError, UpstreamError
 from omni_notebook.protocol import CompletionOutput, OmniRequestOutput, OmniSamplingParams, RequestState
 
@@ -38,9 +39,16 @@ def params_for(defaults: Sequence[Any], given: Any) -> list[Any]:
 
     `given` was checked by `sampling_params_from`. A stage's class decides what concerns it: one with `max_tokens` makes
     text, and is asked for all of it, not for what is new. vLLM's class is a msgspec Struct, the other a dataclass.
+
+    Raises:
+        ArgumentError: a stage's class refuses them, its own words.
     """
     named = _named(given)
-    return [_changed(default, named) for default in defaults]
+    try:
+        return [_changed(default, named) for default in defaults]
+    except (ValueError, TypeError) as error:
+        msg = f"sampling_params={named!r}: vllm_omni refuses them: {first_line(error)}. Nothing was started"
+        raise ArgumentError(msg) from error
 
 
 def _named(given: Any) -> dict[str, Any]:

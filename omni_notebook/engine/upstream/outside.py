@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
+
 from omni_notebook.memory.device.visible import visible_handle
 from omni_notebook.worker.ack import TOLERANCE_FLOOR_BYTES
 
@@ -116,7 +118,7 @@ class Outside:
         return Seen(sum(sizes.values()), max(sizes, key=sizes.__getitem__))
 
     def _blind(self, pid: int, why_not: str) -> Seen:
-        gone = not Path(f"/proc/{pid}").exists()
+        gone = _has_ended(pid)
         return Seen(None, self.device_type, f"process {pid} has ended" if gone else why_not, gone)
 
     def _devices(self) -> dict[str, Any]:
@@ -149,6 +151,16 @@ def _near(one: Seen, other: Seen) -> bool:
     if one.n_bytes is None or other.n_bytes is None:
         return one.gone == other.gone and one.n_bytes == other.n_bytes
     return abs(one.n_bytes - other.n_bytes) <= STEADY_BYTES
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether it is not there, or a zombie that nobody has read."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
 
 
 def _on_cpu(pid: int) -> Seen:

@@ -20,14 +20,12 @@ from omni_notebook.errors import (
     OmniError,
     UpstreamError,
 )
-from omni_notebook.protocol import RequestEvent, RequestState, is_unicode, sampling_params_from
-from omni_notebook.stages.waiting import Deadline, Signal
+from omni_notebook.protocol import OmniRequestOutput, RequestEvent, RequestState, is_unicode, sampling_params_from
+from omni_notebook.stages.waiting import CancelToken, Deadline, OrderCancelled, Signal
 
 if TYPE_CHECKING:
     from omni_notebook.engine.entry import Ask
     from omni_notebook.engine.upstream.core import UpCore
-    from omni_notebook.protocol import OmniRequestOutput
-    from omni_notebook.stages.waiting import CancelToken
 
 LOOK_S = 1.0
 """How often a request that waits for an output looks whether upstream is still there."""
@@ -50,7 +48,9 @@ class Client:
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         self.route: tuple[int, ...] = ()
+        self.at_gate = CancelToken()
         self.admitted_s: float | None = None
+        self.lora_id: int | None = None
         self.task: asyncio.Task[None] | None = None
         self._outputs: deque[OmniRequestOutput | BaseException] = deque()
 
@@ -91,6 +91,17 @@ def _ours(request_id: str, error: Exception) -> OmniError:
     return ours
 
 
+def _turned_away(client: Client, checked: _Checked) -> OmniRequestOutput:
+    """The only output of a request that was aborted before upstream heard of it."""
+    return OmniRequestOutput(
+        request_id=client.ask.request_id,
+        stage_id=checked.route[0],
+        finished=True,
+        final_output_type=checked.final_type,
+        state=RequestState.ABORTED,
+    )
+
+
 class Requests:
     """All requests that are here; every method but `in_transit` belongs to the engine's loop."""
 
@@ -103,14 +114,18 @@ class Requests:
         """Requests that were admitted with this stage on their route and have not ended."""
         return sum(stage_id in c.route and c.admitted_s is not None for c in list(self._clients.values()))
 
+    def naming(self, lora_id: int) -> list[str]:
+        """The ids of requests that were admitted, have not ended and name this adapter."""
+        return [name for name, c in self._clients.items() if c.admitted_s is not None and c.lora_id == lora_id]
+
     # ------------------------------------------------------------------------------- beginning
 
     def begin(self, client: Client) -> None:
         """Check a request and send it on its way; what refuses it is what its client reads."""
         try:
             checked = self._checked(client.ask)
-        except OmniError as error:
-            client.put(error)
+        except Exception as error:  # noqa: BLE001  (it belongs to the client, who would wait for ever)
+            client.put(_ours(client.ask.request_id, error))
             return
         client.route = checked.route
         self._clients[client.ask.request_id] = client
@@ -160,7 +175,8 @@ class Requests:
             return None
         known = {one.lora_int_id: one for stage in self._core.stages for one in stage.loras.values()}
         number = getattr(asked, "lora_int_id", asked)
-        found = next((one for one in known.values() if number in {one.lora_int_id, one.lora_name}), None)
+        # a tuple: what was asked for may have no hash
+        found = next((one for one in known.values() if number in (one.lora_int_id, one.lora_name)), None)
         if found is None:
             names = ", ".join(f"{one.lora_name!r} (id {one.lora_int_id})" for one in known.values()) or "none"
             msg = (
@@ -177,9 +193,15 @@ class Requests:
         last: OmniRequestOutput | OmniError
         try:
             self._tell(client, RequestState.WAITING)
-            await self._core.gates.admit(checked.route, checked.wait_s)
+            await self._core.gates.admit(checked.route, checked.wait_s, client.at_gate)
+            client.at_gate.check()  # it may have been given up before its first step
+            adapter = self._adapter(client.ask.lora_request)  # it may have gone while the request waited
+            client.lora_id = None if adapter is None else adapter.lora_int_id
             client.admitted_s = time.monotonic()
             last = await self._pump(client, checked)
+        except OrderCancelled:
+            last = _turned_away(client, checked)
+            self._end(client, last, RequestState.ABORTED, span)
         except asyncio.CancelledError:
             last = EngineClosedError(f"request {request_id} was ended, its client left or the engine was shut down")
             self._end(client, last, RequestState.ABORTED, span)
@@ -251,19 +273,24 @@ class Requests:
     # --------------------------------------------------------------------------------------- ending
 
     def leave(self, client: Client) -> None:
-        """Its client went away: upstream aborts what is cancelled."""
-        if client.task is not None:
+        """Its client went away: upstream aborts what is cancelled, what waits at a gate waits no more."""
+        if client.admitted_s is None:
+            client.at_gate.cancel()
+        elif client.task is not None:
             client.task.cancel()
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with a terminal output; whether it was in progress.
+        """End a request with a terminal output; whether it was in progress, or waited at a gate.
 
         Raises:
             DeadlineError, UpstreamError: upstream did not.
         """
         client = self._clients.get(request_id)
-        if client is None or client.admitted_s is None:  # at the gate it has not begun
+        if client is None:
             return False
+        if client.admitted_s is None:
+            client.at_gate.cancel()
+            return True
         await self._core.calls.run(self._core.upstream.abort(request_id), Deadline(ABORT_S), "abort")
         return True
 

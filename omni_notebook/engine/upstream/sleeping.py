@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.engine.upstream import answers
 from omni_notebook.engine.upstream.answers import Change, Said
+from omni_notebook.engine.upstream.refusing import busy, is_kept, refuse_state
 from omni_notebook.engine.upstream.stage import named_states
 from omni_notebook.errors import (
     DeadlineError,
     OmniError,
-    PauseError,
     SleepError,
-    StageBusyError,
     UnsupportedError,
     UpstreamError,
     WakeError,
 )
 from omni_notebook.memory.host import cpu_name
 from omni_notebook.protocol import AckEvent, MemoryEvent, MemoryState, PauseMode, PauseState
-from omni_notebook.stages.state_table import Action, Order, decide, refusal
+from omni_notebook.stages.state_table import Action, Order, decide
 from omni_notebook.stages.waiting import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from omni_notebook.engine.upstream.core import UpCore
     from omni_notebook.engine.upstream.outside import Look
@@ -70,9 +69,10 @@ class Sleeping:
         """
         acks: list[OmniACK] = []
         async with self._core.hold(deadline, token):
-            self._check(stages, Order.SLEEP_1)
+            refuse_state(Order.SLEEP_1, stages)
             todo = [s for s in stages if decide(Order.SLEEP_1, s.state, s.level) == Action.RUN]
             self._refuse_busy(todo, mode)
+            paused = {stage for stage in todo if stage.pause_state != PauseState.OPEN}
             for stage in todo:  # closes the gate: every request goes through every stage
                 stage.move(MemoryState.FALLING_ASLEEP, reason="sleep(1)")
             try:
@@ -81,80 +81,58 @@ class Sleeping:
                     if not token.cancelled:
                         acks += await self._sleep_one(stage, task_id, mode, deadline, run=stage in todo)
             finally:
-                await self._take_back(todo, mode)
+                await self._take_back(todo, mode, paused)
         self._tell("sleep", stages, acks)
         return acks
-
-    def _check(self, stages: Sequence[UpStage], order: Order) -> None:
-        for stage in stages:
-            if decide(order, stage.state, stage.level) == Action.REFUSE:
-                raise refusal(order, stage.stage_id, stage.state, stage.level)
-            if order == Order.SLEEP_1 and stage.pause_state in {PauseState.PAUSING, PauseState.PAUSE_FAILED}:
-                msg = (
-                    f"stage {stage.stage_id} is {stage.pause_state}: {order} is refused until the pause holds; call "
-                    f"pause_generation(mode={stage.pause_mode!r}, stage_ids=[{stage.stage_id}]) again, or "
-                    "resume_generation(). Nothing changed"
-                )
-                raise PauseError(msg)
 
     def _refuse_busy(self, stages: Sequence[UpStage], mode: PauseMode | None) -> None:
         """Refuse what has requests and no mode that ends or keeps them, or waits for some that a pause holds."""
         for stage in stages:
-            kept = _is_kept(stage)
-            if self._core.requests.in_transit(stage.stage_id) and (mode == PauseMode.WAIT if kept else mode is None):
-                raise self._busy(stage)
+            in_transit = self._core.requests.in_transit(stage.stage_id)
+            if in_transit and (mode == PauseMode.WAIT if is_kept(stage) else mode is None):
+                raise busy(Order.SLEEP_1, stage, in_transit)
 
     async def _quiesce(
         self, stages: Sequence[UpStage], mode: PauseMode | None, deadline: Deadline, token: CancelToken
     ) -> None:
         """Bring requests to rest as the mode says; none comes in any more."""
-        requests, ids = self._core.requests, [stage.stage_id for stage in stages if not _is_kept(stage)]
+        requests, moving = self._core.requests, [stage for stage in stages if not is_kept(stage)]
         if mode is None or not any(map(requests.in_transit, [stage.stage_id for stage in stages])):
             return
         if mode == PauseMode.KEEP:
-            work = self._core.upstream.pause_generation(mode="keep", stage_ids=ids, clear_cache=False)
+            work = self._core.pausing.closing(moving, PauseMode.KEEP, clear_cache=False)
             await self._core.calls.run(work, deadline, "pause_generation(mode='keep')")
             return
         if mode == PauseMode.ABORT:
             await requests.abort_all(deadline)
         if not await requests.ended(deadline, token):
-            running = max(map(requests.in_transit, ids), default=0)
+            running = max((requests.in_transit(stage.stage_id) for stage in moving), default=0)
             msg = f"{running} requests had not ended after {deadline.seconds:g} s; nothing slept"
             raise DeadlineError(msg)
 
-    async def _take_back(self, stages: Sequence[UpStage], mode: PauseMode | None) -> None:
-        """Stages that were to sleep and were not asked are awake as before, and open."""
+    async def _take_back(self, stages: Sequence[UpStage], mode: PauseMode | None, paused: Collection[UpStage]) -> None:
+        """Stages that were to sleep and were not asked are awake as before; open, if they were or were resumed."""
         for stage in stages:
             if stage.state != MemoryState.FALLING_ASLEEP:
                 continue
             try:
-                if mode == PauseMode.KEEP:
+                if mode == PauseMode.KEEP or (stage in paused and stage.pause_state == PauseState.OPEN):
                     await self._reopen(stage)
                 stage.move(MemoryState.AWAKE, reason="it did not sleep")
             except OmniError as error:
                 stage.move(MemoryState.FAILED, reason=f"it did not sleep, and takes no requests: {error}")
-
-    def _busy(self, stage: UpStage) -> StageBusyError:
-        count = self._core.requests.in_transit(stage.stage_id)
-        msg = (
-            f"stage {stage.stage_id} is busy: 0 running, 0 queued, {count} in transit (vllm_omni does not tell where a "
-            f"request is); {Order.SLEEP_1} is refused, nothing changed. Call pause_generation(mode='keep', "
-            f"stage_ids=[{stage.stage_id}]) first, or sleep(..., mode='keep' | 'wait' | 'abort')"
-        )
-        return StageBusyError(msg, stage_id=stage.stage_id, running=0, queued=0, in_transit=count)
 
     async def _sleep_one(
         self, stage: UpStage, task_id: str, mode: PauseMode | None, deadline: Deadline, *, run: bool
     ) -> list[OmniACK]:
         names = self._names
         if not run:
-            seen = await self._core.look(stage)
-            return answers.noop_acks(self._change(stage, task_id, (seen, seen), Said(), 0.0), stage.level, names())
+            return await self._nothing_to_do(stage, task_id)
         before = await self._core.look(stage)
         if deadline.passed:
             late = Said(error="nothing, it was not asked: no time was left", error_code=DeadlineError.error_code)
             return answers.sleep_acks(self._change(stage, task_id, (before, before), late, 0.0), names())
-        theirs = PauseMode.KEEP if mode is None or _is_kept(stage) else mode
+        theirs = PauseMode.KEEP if mode is None or is_kept(stage) else mode
         call = self._core.upstream.sleep(stage_ids=[stage.stage_id], level=1, mode=str(theirs))
         said, latency_ms = await self._ask(call, deadline, "sleep")
         after = await self._looked_until(stage, before, lambda freed: freed >= self._core.outside.floor_bytes)
@@ -203,7 +181,7 @@ class Sleeping:
         """
         acks: list[OmniACK] = []
         async with self._core.hold(deadline, token):
-            self._check(stages, Order.WAKE)
+            refuse_state(Order.WAKE, stages)
             for stage in stages:
                 if not token.cancelled:
                     acks += await self._wake_one(stage, task_id, deadline)
@@ -211,10 +189,9 @@ class Sleeping:
         return acks
 
     async def _wake_one(self, stage: UpStage, task_id: str, deadline: Deadline) -> list[OmniACK]:
-        before = await self._core.look(stage)
         if decide(Order.WAKE, stage.state, stage.level) == Action.NOOP:
-            change = self._change(stage, task_id, (before, before), Said(), 0.0)
-            return answers.noop_acks(change, None, self._names())
+            return await self._nothing_to_do(stage, task_id)
+        before = await self._core.look(stage)
         if deadline.passed:
             late = Said(error="nothing, it was not asked: no time was left", error_code=DeadlineError.error_code)
             change = self._change(stage, task_id, (before, before), late, 0.0)
@@ -237,17 +214,31 @@ class Sleeping:
         return acks
 
     async def _reopen(self, stage: UpStage) -> None:
-        """Open what the sleep closed, and close again what the wake of an engine core opens in spite of a pause."""
-        deadline = Deadline(REOPEN_S)
-        upstream = self._core.upstream
-        if stage.pause_state == PauseState.OPEN:
-            work = upstream.resume_generation(stage_ids=[stage.stage_id])
-            await self._core.calls.run(work, deadline, "resume_generation")
-        elif stage.is_ar:
-            work = upstream.pause_generation(mode="keep", stage_ids=[stage.stage_id], clear_cache=False)
-            await self._core.calls.run(work, deadline, "pause_generation(mode='keep')")
+        """Open what the sleep closed, and close again what the wake of an engine core opens in spite of a pause.
+
+        A resume that comes meanwhile is carried out here: it leaves a stage that is not awake to its wake.
+        """
+        deadline, upstream, done = Deadline(REOPEN_S), self._core.upstream, None
+        while done != stage.pause_state:
+            done = stage.pause_state
+            if done == PauseState.OPEN:
+                work = upstream.resume_generation(stage_ids=[stage.stage_id])
+                await self._core.calls.run(work, deadline, "resume_generation")
+            elif stage.is_ar:
+                work = upstream.pause_generation(mode="keep", stage_ids=[stage.stage_id], clear_cache=False)
+                await self._core.calls.run(work, deadline, "pause_generation(mode='keep')")
 
     # ---------------------------------------------------------------------------------- shared
+
+    async def _nothing_to_do(self, stage: UpStage, task_id: str) -> list[OmniACK]:
+        """What ranks hold now; a stage that has lost one has FAILED."""
+        seen = await self._core.look(stage)
+        change = self._change(stage, task_id, (seen, seen), Said(), 0.0)
+        acks = answers.noop_acks(change, stage.level, self._names())
+        wrong = next((ack for ack in acks if not ack.ok), None)
+        if wrong is not None:
+            stage.move(MemoryState.FAILED, reason=str(wrong.error_msg))
+        return acks
 
     async def _ask(self, call: Any, deadline: Deadline, what: str) -> tuple[Said, float]:
         """What upstream answers, whatever that is, and how long it took."""
@@ -321,12 +312,6 @@ class Sleeping:
             f"{named_states(stages)}; all answers are in .acks"
         )
         raise (SleepError if order == "sleep" else WakeError)(words, acks)
-
-
-def _is_kept(stage: UpStage) -> bool:
-    """Whether a pause holds the stage's scheduler closed."""
-    paused = stage.pause_state == PauseState.PAUSED
-    return paused and (stage.is_ar or stage.pause_mode == PauseMode.KEEP)
 
 
 def _broken(ack: OmniACK, error: OmniError) -> OmniACK:

@@ -43,6 +43,7 @@ class UpStage:
         self.level: int | None = None
         self.pause_state = PauseState.OPEN
         self.pause_mode: str | None = None
+        self.resumes = 0
         self.arriving = False
         self.recoverable = True
         self.last_error: str | None = None

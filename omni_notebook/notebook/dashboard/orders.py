@@ -75,6 +75,8 @@ def refusal(press: Press, stage: StageStatus) -> str:
         return f"it is {stage.state}; wait until that has ended"
     if press == Press.PAUSE:
         return _no_pause(stage)
+    if press == Press.RESTART and not hints.can_restart(stage):
+        return hints.NO_RESTART
     if press == Press.RESUME:
         return "it is not paused" if stage.pause_state == PauseState.OPEN else ""
     if press in _SLEEPS and stage.pause_state in {PauseState.PAUSING, PauseState.PAUSE_FAILED}:
@@ -84,7 +86,7 @@ def refusal(press: Press, stage: StageStatus) -> str:
 
 def _no_pause(stage: StageStatus) -> str:
     if stage.state == MemoryState.FAILED:
-        return "it has FAILED; press Restart first"
+        return f"it has FAILED; {'press Restart first' if hints.can_restart(stage) else hints.NO_RESTART}"
     if stage.pause_state == PauseState.PAUSED:
         return f"it is PAUSED: {hints.NEW_REQUESTS}"
     return f"it is {stage.pause_state}" if stage.pause_state == PauseState.PAUSING else ""
@@ -107,7 +109,10 @@ def _by_table(press: Press, stage: StageStatus) -> str:
 
 def _why_refused(order: Order, stage: StageStatus) -> str:
     """The table's reason; which stage it is, and that nothing changes, a tooltip of its button need not say."""
-    error = state_table.refusal(order, stage.stage_id, stage.state, stage.level, reload=stage.recoverable)
+    way_out = None if hints.can_restart(stage) else hints.NO_RESTART
+    error = state_table.refusal(
+        order, stage.stage_id, stage.state, stage.level, reload=stage.recoverable, way_out=way_out
+    )
     why = hints.in_verbs(str(error)).removesuffix(". Nothing changed")
     return why.replace(f"stage {stage.stage_id} is ", "it is ", 1)
 

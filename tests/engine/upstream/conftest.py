@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from omni_notebook.protocol import LoRARequest
 from tests.engine.upstream.upstream_helpers import started
 
 if TYPE_CHECKING:
@@ -42,3 +43,9 @@ def engine(package: None) -> Iterator[UpstreamOmni]:
     """Two stages: an engine core of one rank, a diffusion stage of two; 24 MiB a rank."""
     with started(tensor_parallel_size=2) as engine:
         yield engine
+
+
+@pytest.fixture
+def style() -> LoRARequest:
+    """An adapter."""
+    return LoRARequest("style", 3, "/adapters/style")

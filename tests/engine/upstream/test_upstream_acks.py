@@ -121,8 +121,10 @@ def test_an_error_that_upstream_counts_as_an_answer_is_every_ranks_error(engine,
     assert [(ack.stage_id, ack.rank, ack.status) for ack in acks] == [(1, 0, "ERROR"), (1, 1, "ERROR")]
     assert all(words in ack.error_msg and ack.metadata["error_code"] == "UPSTREAM" for ack in acks)
     assert states(engine)[1] == "FAILED"
-    with pytest.raises(StageFailedError, match="restart"):
-        asyncio.run(engine.wake_up([1]))
+    for refused in (engine.wake_up, engine.sleep, lambda: collect(engine), engine.check_health):
+        with pytest.raises(StageFailedError, match="start the engine anew") as raised:
+            asyncio.run(refused())
+        assert "restart(" not in str(raised.value)
 
 
 def test_a_sleep_that_raises_before_anything_moved_leaves_the_stage_awake_and_open(engine):
@@ -213,6 +215,28 @@ def test_a_rank_that_dies_is_said_by_status_health_and_its_sleep(engine):
     assert not acks[1].ok
     assert acks[1].freed_bytes == 0
     assert states(engine)[1] == "FAILED"
+
+
+@pytest.mark.parametrize("order", ["sleep", "wake_up"])
+def test_a_rank_that_died_is_no_success_of_an_order_that_has_nothing_to_do(engine, order):
+    async def go():
+        if order == "sleep":
+            await engine.sleep([1])
+        os.kill(engine.status().stages[1].ranks[1].pid, signal.SIGKILL)
+        await until(lambda: not engine.status().stages[1].ranks[1].alive)
+        asked = len(calls(engine, order))
+        acks = await getattr(engine, order)([1], raise_on_error=False)
+        assert len(calls(engine, order)) == asked
+        assert [(ack.status, ack.metadata["error_code"]) for ack in acks] == [
+            ("SUCCESS", None),
+            ("ERROR", "WORKER_DIED"),
+        ]
+        assert "has ended" in acks[1].error_msg
+        assert states(engine) == ["AWAKE", "FAILED"]
+        with pytest.raises(StageFailedError):
+            await engine.sleep([1])
+
+    asyncio.run(go())
 
 
 def test_what_no_process_is_known_of_is_null_and_an_error(engine):

@@ -103,13 +103,16 @@ def test_without_the_library_nothing_is_measured_and_it_says_so(monkeypatch):
     assert seen.why_not.startswith("NVML: ")
 
 
+@pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_process_that_has_ended_is_gone(nvml, device_type):
+def test_a_process_that_has_ended_is_gone(nvml, device_type, reaped):
     nvml([{}])
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
     seen = Outside(device_type).look([ended.pid])[ended.pid]
+    ended.wait()
     assert (seen.n_bytes, seen.gone) == (None, True)
+    assert seen.why_not == f"process {ended.pid} has ended"
 
 
 def on_gpu(monkeypatch):

@@ -1,4 +1,4 @@
-"""Requests, pauses and adapters over an upstream engine: gates, deadlines, and errors that it swallows."""
+"""Requests and pauses over an upstream engine: gates, deadlines, and errors that it swallows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from omni_notebook.errors import (
     AsleepError,
     DeadlineError,
     EngineClosedError,
-    LoRAError,
     PausedError,
     PauseError,
     StageBusyError,
@@ -19,7 +18,7 @@ from omni_notebook.errors import (
     UnsupportedError,
     UpstreamError,
 )
-from omni_notebook.protocol import AckEvent, LoRARequest, RequestEvent, StateEvent
+from omni_notebook.protocol import AckEvent, RequestEvent, StateEvent
 from tests.engine.engine_helpers import collect, until
 from tests.engine.upstream.upstream_helpers import calls, lies
 
@@ -347,43 +346,6 @@ def test_keep_on_a_step_level_stage_changes_nothing_and_admission_is_open_again(
     assert isinstance(raised.value, StepLevelError)
     assert pauses(engine) == ["OPEN", "OPEN"]
     assert asyncio.run(collect(engine, admission_timeout=0.0))[-1].finished
-
-
-# ------------------------------------------------------------------------------------ adapters
-
-STYLE = LoRARequest("style", 3, "/adapters/style")
-
-
-def test_an_adapter_is_added_named_by_a_request_pinned_and_removed(engine):
-    async def go():
-        assert await engine.add_lora(STYLE)
-        assert not await engine.add_lora(STYLE)
-        await collect(engine, lora_request="style")
-        assert await engine.pin_lora(3)
-        return await engine.list_loras(), [stage.loras[0].pinned for stage in engine.status().stages]
-
-    assert asyncio.run(go()) == ([3], [True, True])
-    assert calls(engine, "generate")[0][2].lora_int_id == 3
-    assert asyncio.run(engine.remove_lora(3))
-    assert not asyncio.run(engine.remove_lora(3))
-
-
-def test_an_adapter_that_one_stage_answers_an_error_to_is_an_error_and_on_no_stage(engine):
-    lies(engine).add("lora:1")
-    assert asyncio.run(engine._core.upstream.add_lora(STYLE)) is True  # what upstream's own call makes of it
-    with pytest.raises(LoRAError, match="rank 64 is above"):
-        asyncio.run(engine.add_lora(STYLE))
-    assert asyncio.run(engine.list_loras()) == []
-    assert engine._core.upstream._adapters[0] == set()
-
-
-def test_a_stage_without_adapters_is_left_out_and_an_engine_without_refuses(engine):
-    lies(engine).add("todo:1")
-    assert asyncio.run(engine.add_lora(STYLE))
-    assert [len(stage.loras) for stage in engine.status().stages] == [1, 0]
-    lies(engine).add("todo:0")
-    with pytest.raises(UnsupportedError, match="takes LoRA adapters"):
-        asyncio.run(engine.add_lora(LoRARequest("other", 4, "/adapters/other")))
 
 
 # -------------------------------------------------------------------------------------- events

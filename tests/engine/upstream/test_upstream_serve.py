@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import psutil
@@ -29,8 +30,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKE), *sys.path])}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
+@contextmanager
+def serving() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server over the stand-in, and where it answers."""
     process = subprocess.Popen(
         [*SERVE, *UPSTREAM, "--engine-args", '{"log_stats": true}'],
@@ -44,9 +45,18 @@ def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
     if found is None:
         process.kill()
         raise AssertionError(said + process.communicate()[1])
-    yield process, found[1]
-    process.kill()
-    process.communicate()
+    try:
+        yield process, found[1]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """One for the module."""
+    with serving() as server:
+        yield server
 
 
 def test_it_sleeps_wakes_and_draws_and_its_end_leaves_no_process(served: tuple[subprocess.Popen[str], str]) -> None:
@@ -75,6 +85,21 @@ def test_it_sleeps_wakes_and_draws_and_its_end_leaves_no_process(served: tuple[s
     assert (process.returncode, err) == (0, "")
     assert out == "ending: requests in progress may finish\n"
     assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+def test_a_stage_that_has_failed_names_no_request_that_this_engine_refuses() -> None:
+    import httpx
+
+    with serving() as (_, url), httpx.Client(base_url=url, timeout=60) as http:
+        rank = http.get("/v1/omni/status").json()["stages"][1]["ranks"][1]["pid"]
+        os.kill(rank, signal.SIGKILL)
+        assert http.post("/v1/omni/sleep", json={"stage_ids": [1]}).status_code >= 500
+        for path, body in (("/v1/omni/wakeup", {}), ("/v1/images/generations", {"prompt": "a star"})):
+            answer = http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) in {(409, "FAILED"), (503, "FAILED")}
+            assert "end the server and start it anew" in answer.json()["error"]["message"]
+            assert "help" not in answer.json()
+        assert http.post("/v1/omni/restart", json={"stage_id": 1}).status_code == 501
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,51 @@ def lies(engine: UpstreamOmni) -> set[str]:
 def calls(engine: UpstreamOmni, name: str) -> list[tuple[Any, ...]]:
     """The calls of this name that upstream got."""
     return [one for one in engine._core.upstream.calls if one[0] == name]
+
+
+def in_transit(engine: UpstreamOmni) -> int:
+    """Requests that are in progress."""
+    return engine.status().stages[0].in_transit
+
+
+class LetGo:
+    """What was held goes on once this is called; `reached` is how many calls have come there."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.reached = 0
+
+    def __call__(self) -> None:
+        """Let it go on."""
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Wait for that, on whatever loop."""
+        self.reached += 1
+        await asyncio.to_thread(self._event.wait)
+
+
+@contextmanager
+def held(engine: UpstreamOmni, name: str, *, answer: bool = False) -> Iterator[LetGo]:
+    """Calls of this name wait before upstream carries them out, or with `answer` after that, until they are let go."""
+    upstream, let_go = engine._core.upstream, LetGo()
+    real = getattr(upstream, name)
+
+    async def call(*args: Any, **known: Any) -> Any:
+        if not answer:
+            await let_go.wait()
+        result = await real(*args, **known)
+        if answer:
+            await let_go.wait()
+        return result
+
+    call.__wrapped__ = real  # type: ignore[attr-defined]  (its signature is looked at)
+    setattr(upstream, name, call)
+    try:
+        yield let_go
+    finally:
+        let_go()
+        delattr(upstream, name)
 
 
 @contextmanager

@@ -45,6 +45,18 @@ def test_what_is_on_in_each_pause_state(pause, mode, expected):
     assert enabled(stage(pause_state=pause, pause_mode=mode, **IDLE)) == expected
 
 
+def test_a_stage_of_vllm_omni_is_not_restarted_and_its_buttons_do_not_say_so():
+    for state in ON:
+        one = stage(state=MemoryState(state[0]), level=state[1], runtime="vllm-omni", **IDLE)
+        assert X not in enabled(one)
+        for button in buttons(one):
+            assert "%omni restart" not in button.tooltip
+            assert "press Restart" not in button.tooltip
+    failed = stage(state=MemoryState.FAILED, runtime="vllm-omni")
+    for press in (P, S1, W, X):
+        assert "start the engine anew" in refusal(press, failed)
+
+
 def test_the_reason_of_a_button_that_is_off_names_its_stage_once_and_the_state_as_the_card_does():
     one = stage(stage_id=1, name="painter", state=MemoryState.ASLEEP, level=2, **IDLE)
     tooltip = next(button.tooltip for button in buttons(one) if button.press == S1)

@@ -244,6 +244,10 @@ class AsyncOmni:
         for stage_id in stage_ids if stage_ids is not None else (0, 1):
             if f"lora:{stage_id}" in self.lies and method == "add_lora":
                 results.append({"supported": False, "error": "rank 64 is above max_lora_rank 16"})
+            elif f"lora_rank:{stage_id}" in self.lies and method == "add_lora":
+                results.append([self._adapter(stage_id, method, args[0]), {"error": "out of slots"}])
+            elif f"no_remove:{stage_id}" in self.lies and method == "remove_lora":
+                results.append({"supported": False, "error": "the rank is busy"})
             elif f"todo:{stage_id}" in self.lies:
                 results.append({"supported": False, "todo": True})
             else:

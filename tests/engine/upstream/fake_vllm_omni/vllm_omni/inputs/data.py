@@ -14,6 +14,7 @@ class SamplingParams(msgspec.Struct):
 
     seed: int | None = None
     max_tokens: int = 4
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 0.9
     top_k: int = 5
@@ -23,6 +24,9 @@ class SamplingParams(msgspec.Struct):
     _all_stop_token_ids: set[int] = set()
 
     def __post_init__(self):
+        if self.min_tokens > self.max_tokens:
+            msg = f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}."
+            raise ValueError(msg)
         self._all_stop_token_ids = set(self.stop_token_ids)
         if self.temperature == 0:
             self.top_p, self.top_k = 1.0, 0

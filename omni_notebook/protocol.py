@@ -379,7 +379,7 @@ class OmniRequestOutput:
         finished: whether this is the request's last output.
         final_output_type: "text" or "image", the kind this request ends with.
         state: "running", "finished" or "aborted".
-        text: the text so far (AR stages), else "".
+        text: the text so far (AR stages), else ""; in whole characters, until it is finished.
         outputs: sequences with `.token_ids` (AR stages).
         images: PIL images (diffusion stages).
         png: the same images as PNG files, encoded by the rank that made them.

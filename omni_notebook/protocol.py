@@ -284,6 +284,9 @@ MAX_NEW_TOKENS = 1_000_000
 class OmniSamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to generate; a stage takes what concerns it.
 
+    A value that is the default here counts as not said where stages have defaults of their own (vLLM-Omni's); what a
+    dict names is always said.
+
     Attributes:
         seed: 64-bit seed of sampling and of the initial noise; None draws one (reported in `metrics["seed"]`).
         num_inference_steps: denoise steps of a diffusion stage, 1 … 1000.
@@ -357,6 +360,18 @@ def sampling_params_from(value: Any) -> OmniSamplingParams:
     except msgspec.ValidationError as error:
         msg = f"sampling_params: {error}"
         raise ArgumentError(msg) from None
+
+
+def said_of(value: OmniSamplingParams | dict[str, Any] | None) -> dict[str, Any]:
+    """What a caller said, by name: all that a dict has, of the typed class what is not its default.
+
+    `value` was checked by `sampling_params_from`.
+    """
+    if isinstance(value, OmniSamplingParams):
+        blank = OmniSamplingParams()
+        said = ((name, getattr(value, name)) for name in OmniSamplingParams.__struct_fields__)
+        return {name: one for name, one in said if one != getattr(blank, name)}
+    return dict(value or {})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ArgumentError, UpstreamError
-from omni_notebook.protocol import CompletionOutput, OmniRequestOutput, OmniSamplingParams, RequestState
+from omni_notebook.protocol import CompletionOutput, OmniRequestOutput, RequestState, said_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,18 +39,8 @@ def params_for(defaults: Sequence[Any], given: Any) -> list[Any]:
     `given` was checked by `sampling_params_from`. A stage's class decides what concerns it: one with `max_tokens` makes
     text, and is asked for all of it, not for what is new. vLLM's class is a msgspec Struct, the other a dataclass.
     """
-    named = _named(given)
+    named = said_of(given)
     return [_changed(default, named) for default in defaults]
-
-
-def _named(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, OmniSamplingParams):
-        blank = OmniSamplingParams()
-        values = {name: getattr(given, name) for name in OmniSamplingParams.__struct_fields__}
-        return {name: value for name, value in values.items() if value != getattr(blank, name)}
-    return dict(given)
 
 
 def _changed(default: Any, named: dict[str, Any]) -> Any:

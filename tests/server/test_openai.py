@@ -112,6 +112,40 @@ def test_a_streamed_character_of_several_tokens_comes_whole(spelled: Path) -> No
     assert len([part for part in parts if part]) > 1
 
 
+@pytest.mark.parametrize(
+    ("folder", "path", "body", "gives"),
+    [
+        ("thinker", "images/generations", {"prompt": PROMPT}, "text"),
+        ("dit", "chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}, "image"),
+    ],
+)
+@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "asleep"])
+def test_what_a_pipeline_does_not_make_is_refused_at_once(
+    folder: str, path: str, body: dict[str, Any], gives: str, asleep: bool
+) -> None:
+    import httpx
+
+    with AsyncOmni(DEMO_FOLDER / folder) as engine, serving(engine) as server:
+        if asleep:
+            asyncio.run(engine.sleep())
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+    assert answer.status_code == 422
+    assert f"this pipeline gives {gives}. Nothing was started" in answer.json()["error"]["message"]
+
+
+def test_images_of_several_painters_are_the_firsts_and_need_no_later_one(tmp_path: Path) -> None:
+    import httpx
+
+    file = tmp_path / "two.yaml"
+    file.write_text("stages: [{model: demo/thinker}, {model: demo/dit}, {model: demo/dit, name: second}]")
+    with AsyncOmni(file) as engine, serving(engine) as server:
+        expected = asyncio.run(collect(engine, PROMPT, sampling_params=STEPS, output_modalities=["image"]))[-1]
+        asyncio.run(engine.sleep([2]))
+        found = httpx.post(f"{server.url}/v1/images/generations", json={"prompt": PROMPT, **STEPS}, timeout=60).json()
+    assert expected.stage_id == 1
+    assert picture(found["data"][0]["b64_json"]).tobytes() == expected.images[0].tobytes()
+
+
 def test_a_name_that_is_not_served_is_404(client: openai.OpenAI) -> None:
     import openai
 

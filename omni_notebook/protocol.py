@@ -284,6 +284,9 @@ MAX_NEW_TOKENS = 1_000_000
 class OmniSamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to generate; a stage takes what concerns it.
 
+    A value that is the default here counts as not said where stages have defaults of their own (vLLM-Omni's); what a
+    dict names is always said.
+
     Attributes:
         seed: 64-bit seed of sampling and of the initial noise; None draws one (reported in `metrics["seed"]`).
         num_inference_steps: denoise steps of a diffusion stage, 1 … 1000.
@@ -359,6 +362,18 @@ def sampling_params_from(value: Any) -> OmniSamplingParams:
         raise ArgumentError(msg) from None
 
 
+def said_of(value: OmniSamplingParams | dict[str, Any] | None) -> dict[str, Any]:
+    """What a caller said, by name: all that a dict has, of the typed class what is not its default.
+
+    `value` was checked by `sampling_params_from`.
+    """
+    if isinstance(value, OmniSamplingParams):
+        blank = OmniSamplingParams()
+        said = ((name, getattr(value, name)) for name in OmniSamplingParams.__struct_fields__)
+        return {name: one for name, one in said if one != getattr(blank, name)}
+    return dict(value or {})
+
+
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One sequence that an AR stage made."""
@@ -379,7 +394,7 @@ class OmniRequestOutput:
         finished: whether this is the request's last output.
         final_output_type: "text" or "image", the kind this request ends with.
         state: "running", "finished" or "aborted".
-        text: the text so far (AR stages), else "".
+        text: the text so far (AR stages), else ""; in whole characters, until it is finished.
         outputs: sequences with `.token_ids` (AR stages).
         images: PIL images (diffusion stages).
         png: the same images as PNG files, encoded by the rank that made them.

@@ -34,9 +34,10 @@ def in_words(state: MemoryState, level: int | None) -> str:
 
 
 def failure(order: str, acks: Sequence[OmniACK], stages: Iterable[Placed]) -> str:
-    """What failed first, how many more, and where the stages are now."""
+    """What failed first, how many more, and where the stages are now; of no `stages` that it is not known."""
     wrong = [ack for ack in acks if not ack.ok]
     states = ", ".join(f"stage {s.stage_id} is {in_words(s.state, s.level)}" for s in stages)
     first = next((ack for ack in wrong if ack.metadata["error_code"] != ROLLED_BACK), wrong[0])
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return f"{order} failed: stage {first.stage_id} {first.error_msg}{more}. Now: {states}; all answers are in .acks"
+    now = f"Now: {states}" if states else "Where the stages are now is not known"
+    return f"{order} failed: stage {first.stage_id} {first.error_msg}{more}. {now}; all answers are in .acks"

@@ -22,6 +22,9 @@ PREFIX = "omni"
 BUCKETS_S = (*(n * 10.0**power for power in (-3, -2, -1, 0) for n in (1, 2, 3, 5, 7)), 10, 20, 30, 60, 120, 300)
 """1 ms to 5 min, five to a decade: a regression of a third is seen."""
 _RANK = ("stage", "replica", "rank")
+_WHERE = """\
+Requests of a stage: running and queued in it, in transit to it from an earlier one, at a gate of any that they need. \
+vLLM-Omni does not tell where one is: all that are in progress are in transit on every stage."""
 
 
 class Metrics:
@@ -115,9 +118,15 @@ def _pauses(stages: tuple[StageStatus, ...]) -> Metric:
 
 
 def _requests(stages: tuple[StageStatus, ...]) -> Metric:
-    gauge = GaugeMetricFamily(f"{PREFIX}_requests", "Requests by where they are.", labels=("stage", "where"))
+    gauge = GaugeMetricFamily(f"{PREFIX}_requests", _WHERE, labels=("stage", "where"))
     for stage in stages:
-        for where, count in (("running", stage.running), ("queued", stage.queued), ("gate", stage.waiting_at_gate)):
+        places = {
+            "running": stage.running,
+            "queued": stage.queued,
+            "transit": stage.in_transit,
+            "gate": stage.waiting_at_gate,
+        }
+        for where, count in places.items():
             gauge.add_metric((str(stage.stage_id), where), count)
     return gauge
 

@@ -79,7 +79,8 @@ async def images(
     for place in range(body.n):
         one = {**params, "seed": first + place}
         named = known if place == 0 else f"{known}-{place}"
-        outputs = _outputs(request, engine, body.prompt, one, request_id=named, admission_timeout=wait)
+        more = {"request_id": named, "output_modalities": ["image"], "admission_timeout": wait}
+        outputs = _outputs(request, engine, body.prompt, one, **more)
         pictures.append(_picture(await while_connected(request, _last(outputs))))
     answer = {"created": int(time.time()), "model": model, "data": pictures}
     return JSONResponse(answer, headers={"X-Request-Id": known})

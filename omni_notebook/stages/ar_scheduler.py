@@ -27,7 +27,7 @@ class ArPrompt:
     """An AR request's payload: the prompt, and what was generated so far.
 
     `fed`: tokens whose keys and values are in the cache. `versions`: the weight version that each token came from, as
-    [version, tokens] in order.
+    [version, tokens] in order. `told`: the text that was delivered last.
     """
 
     prompt_ids: tuple[int, ...]
@@ -35,6 +35,7 @@ class ArPrompt:
     hidden: list[Any] = field(default_factory=list)
     versions: list[list[Any]] = field(default_factory=list)
     fed: int = 0
+    told: str = ""
 
     @property
     def replaying(self) -> bool:
@@ -151,11 +152,13 @@ class ArScheduler:
     def _deliver(self, request: StageRequest, reason: str | None) -> None:
         prompt: ArPrompt = request.payload
         done = reason is not None
+        text = self._tokenizer.decode(prompt.generated)
+        prompt.told = text if done else _settled(text, prompt.told)
         request.deliver(
             StageOutput(
                 state=RequestState.FINISHED if done else RequestState.RUNNING,
                 final=done,
-                text=self._tokenizer.decode(prompt.generated),
+                text=prompt.told,
                 token_ids=list(prompt.generated),
                 finish_reason=reason,
                 hidden=prompt.hidden[: len(prompt.generated)] if done else None,
@@ -241,3 +244,12 @@ class ArScheduler:
     def queued(self) -> int:
         """Requests without a slot."""
         return len(self._waiting)
+
+
+def _settled(text: str, told: str) -> str:
+    """What of a text no further token changes: half a character at its end is U+FFFD until the other half comes.
+
+    A byte-fallback decoder reads a run of bytes as a whole, so that characters before the half are U+FFFD again too.
+    """
+    whole = text.rstrip("\ufffd").rstrip()  # as the tokenizer leaves it
+    return told if told.startswith(whole) else whole

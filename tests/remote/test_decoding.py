@@ -8,9 +8,10 @@ import pytest
 
 from omni_notebook import errors
 from omni_notebook.engine.history import LIMIT, Filter
+from omni_notebook.engine.remote.client import _given
 from omni_notebook.engine.remote.decoding import error_of
 from omni_notebook.engine.remote.history import HistoryThere, _Told
-from omni_notebook.protocol import AckMetadata, EngineStatus, OmniACK
+from omni_notebook.protocol import AckMetadata, EngineStatus, OmniACK, OmniSamplingParams
 
 FAILED = OmniACK(
     task_id="t",
@@ -117,6 +118,28 @@ def test_what_a_rank_raised_is_pythons_own_error_but_never_one_that_ends_a_proce
     body = b'{"error": {"message": "bad kernel", "code": "%b", "details": {"type_name": "%b"}}}'
     read = error_of(500, body % (name.encode(), name.encode()), "POST x")
     assert (type(read), str(read)) == (kind, "bad kernel")
+
+
+SAID = [
+    (None, None),
+    ({}, {}),
+    ({"temperature": 0.0, "max_tokens": 256}, {"temperature": 0.0, "max_tokens": 256}),
+    (OmniSamplingParams(), {}),
+    (OmniSamplingParams(seed=3), {"seed": 3}),
+    (OmniSamplingParams(seed=0, top_k=5, temperature=0.0), {"seed": 0, "top_k": 5}),
+    (OmniSamplingParams(stop_token_ids=(7,), width=64), {"width": 64, "stop_token_ids": (7,)}),
+]
+
+
+@pytest.mark.parametrize(("params", "said"), SAID)
+def test_of_the_typed_parameters_what_was_said_is_sent(params: Any, said: dict[str, Any] | None) -> None:
+    assert _given(params) == said
+
+
+@pytest.mark.parametrize("wrong", [OmniSamplingParams(top_k=1.5), OmniSamplingParams(max_tokens=0), {"colour": 1}])  # type: ignore[arg-type]
+def test_parameters_that_do_not_fit_are_refused_before_anything_is_sent(wrong: Any) -> None:
+    with pytest.raises(errors.ArgumentError):
+        _given(wrong)
 
 
 @pytest.mark.parametrize(("complete", "more"), [(True, "all"), (False, "the newest 10,000; --since and --stage reach")])

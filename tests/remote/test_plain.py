@@ -15,7 +15,7 @@ from PIL import Image
 from omni_notebook.engine.remote.client import RemoteOmni
 from omni_notebook.engine.remote.decoding import NOT_TOLD
 from omni_notebook.errors import ArgumentError, ConfigError, OmniError, SleepError, UnsupportedError
-from omni_notebook.protocol import AckMetadata, LoRARequest
+from omni_notebook.protocol import AckMetadata, LoRARequest, OmniSamplingParams
 from omni_notebook.verbs.registry import execute
 from omni_notebook.verbs.session import Session
 from tests.engine.engine_helpers import collect
@@ -240,6 +240,8 @@ def test_it_generates_images_and_text(engine: RemoteOmni, fake: Fake) -> None:
     asyncio.run(collect(engine, {"prompt": "a star", "negative_prompt": "a moon"}, sampling_params=None))
     assert fake.bodies[2] == {"prompt": "a star", "negative_prompt": "a moon", "response_format": "b64_json"}
     assert fake.bodies[1]["messages"] == [{"role": "user", "content": "a star"}]
+    asyncio.run(collect(engine, "a star", sampling_params=OmniSamplingParams(seed=3)))
+    assert fake.bodies[3] == {"prompt": "a star", "response_format": "b64_json", "seed": 3}
 
 
 def test_verbs_work_with_what_is_there_and_say_what_is_not(fake: Fake) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +21,7 @@ from PIL import Image
 from omni_notebook.config import DEMO_FOLDER, PipelineConfig, StageConfig
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.engine.remote.client import RemoteOmni
-from omni_notebook.errors import ArgumentError, OmniError, ServerLostError
+from omni_notebook.errors import ArgumentError, OmniError, ServerLostError, SleepError, WakeError
 from omni_notebook.notebook.dashboard.widget import Dashboard
 from omni_notebook.verbs import serving as served
 from omni_notebook.verbs.borrowing.lease import borrowed
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from http.server import BaseHTTPRequestHandler
 
+    from omni_notebook.protocol import OmniACK
     from tests.remote.served import Rude
 
 THINKER = PipelineConfig(stages=(StageConfig(kind="ar", name="thinker", model=str(DEMO_FOLDER / "thinker")),))
@@ -207,6 +209,59 @@ def test_the_answers_of_an_order_are_kept_though_its_server_goes_at_once(demo: A
     execute(session, f"connect {odd.url}")
     assert execute(session, "sleep 0 --out kept") == session.acks == session.frontend.variables["kept"]
     assert [ack.freed_bytes for ack in session.acks] == [ack.freed_bytes for ack in acks]
+    execute(session, "stop")
+
+
+LOOKS = {
+    "goes": lambda handler: handler.connection.shutdown(socket.SHUT_RDWR),
+    "hangs": lambda handler: handler.server.freed.wait(30),
+    "refuses": lambda handler: tell(handler, {"error": {"message": "no key", "code": "UNAUTHORIZED"}}, 401),
+    "babbles": lambda handler: tell(handler, {"stages": 7}),
+}
+
+
+def one_of_two(demo: AsyncOmni) -> list[OmniACK]:
+    """What two ranks answer of which one was killed meanwhile."""
+    (ack,) = asyncio.run(demo.sleep([0]))
+    asyncio.run(demo.wake_up([0]))
+    return [ack, replace(ack, rank=1, status="ERROR", freed_bytes=0, error_msg="rank 1 was killed")]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(("order", "kind"), [("sleep", SleepError), ("wake", WakeError)])
+def test_the_answers_of_an_order_that_failed_are_raised_whatever_its_server_does_next(
+    demo: AsyncOmni, odd: Rude, order: str, kind: type[SleepError | WakeError], look: str
+) -> None:
+    acks = one_of_two(demo)
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        odd.on_status = LOOKS[look]
+        tell(handler, {"status": "ERROR", "acks": msgspec.to_builtins(acks)}, 500)
+
+    odd.on_order = answer
+    with RemoteOmni(odd.url, timeout=0.5) as engine:
+        call = engine.sleep([0]) if order == "sleep" else engine.wake_up([0])
+        with pytest.raises(kind, match=rf"^{order} failed: stage 0 rank 1 was killed. Where the stages are") as raised:
+            asyncio.run(call)
+    assert raised.value.acks == acks
+
+
+def test_the_answers_of_an_order_that_failed_are_kept_though_its_server_goes_at_once(
+    demo: AsyncOmni, odd: Rude
+) -> None:
+    acks = one_of_two(demo)
+
+    def answer_and_go(handler: BaseHTTPRequestHandler) -> None:
+        odd.on_status = LOOKS["goes"]
+        tell(handler, {"status": "ERROR", "acks": msgspec.to_builtins(acks)}, 500)
+
+    odd.on_order = answer_and_go
+    session = Session(Screen())
+    execute(session, f"connect {odd.url}")
+    with pytest.raises(SleepError, match="rank 1 was killed"):
+        execute(session, "sleep 0 --out kept")
+    assert session.acks == session.frontend.variables["kept"]
+    assert [ack.freed_bytes for ack in session.acks] == [ack.freed_bytes for ack in acks] == [acks[0].freed_bytes, 0]
     execute(session, "stop")
 
 

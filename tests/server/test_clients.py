@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -193,6 +194,62 @@ def test_whoever_stops_reading_the_events_is_cut_off(strict: Server, engine: Asy
         finally:
             stop.set()
             talking.join()
+
+
+LENGTH = 6 * 1024 * 1024
+PART = 64 * 1024
+KEPT, CLOSED = b"", b"Connection: close\r\n"
+
+
+def asking_for_much(server: Server, more: bytes) -> socket.socket:
+    """A connection on which megabytes are on their way, written by the server at once."""
+    from starlette.responses import Response
+
+    server._app.add_route("/much", lambda _request: Response(b"x" * LENGTH))
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PART)
+    client.settimeout(10 * PATIENCE_S)
+    client.connect(("127.0.0.1", server.port))
+    client.sendall(b"GET /much HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n")
+    return client
+
+
+def taken(client: socket.socket, most: int) -> int:
+    """How many bytes came, at most so many, and those slowly."""
+    came = 0
+    while came < most:
+        due = min(came + PART, most)
+        while came < due:
+            part = client.recv(due - came)
+            if not part:
+                return came
+            came += len(part)
+        time.sleep(0.08)
+    return came
+
+
+def test_slow_clients_that_go_on_taking_get_all_of_it(strict: Server) -> None:
+    def ask(more: bytes) -> int:
+        with asking_for_much(strict, more) as client:
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += client.recv(1)
+            return taken(client, LENGTH)
+
+    began_s = time.monotonic()
+    with ThreadPoolExecutor() as clients:
+        assert list(clients.map(ask, [KEPT, CLOSED])) == [LENGTH, LENGTH]
+    assert time.monotonic() - began_s > 5 * PATIENCE_S
+
+
+@pytest.mark.parametrize("more", [KEPT, CLOSED], ids=["kept", "closed"])
+@pytest.mark.parametrize("first", [0, 8 * PART])
+def test_a_client_that_takes_no_more_of_an_answer_is_cut_off(strict: Server, first: int, more: bytes) -> None:
+    connections = strict._server.server_state.connections
+    with asking_for_much(strict, more) as client:
+        assert taken(client, first) == first
+        asyncio.run(until(lambda: len(connections) == 1))
+        asyncio.run(until(lambda: not connections, 5 * PATIENCE_S))
 
 
 def test_the_end_lets_go_of_who_listens_at_once(engine: AsyncOmni) -> None:

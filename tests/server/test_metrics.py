@@ -10,6 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.server.metrics import BUCKETS_S
+from tests.engine.engine_helpers import collect, until
+from tests.server.conftest import STEPS
 
 if TYPE_CHECKING:
     import httpx
@@ -59,6 +61,27 @@ def test_gauges_are_the_status_at_the_moment(http: httpx.Client, engine: AsyncOm
     assert found[("omni_host_backup_bytes", rank(0))] == stages[0].ranks[0].host_backup_bytes > 0
     weights = stages[1].ranks[1].tags["weights"].resident_bytes
     assert found[("omni_resident_bytes", rank(1, 1, tag="weights"))] == weights > 0
+
+
+def test_a_request_is_counted_where_it_is_and_on_its_way_where_it_will_come(
+    http: httpx.Client, engine: AsyncOmni
+) -> None:
+    def load() -> dict[tuple[str, str], float]:
+        told = {labels: count for (name, labels), count in figures(http).items() if name == "omni_requests"}
+        return {(dict(labels)["stage"], dict(labels)["where"]): count for labels, count in told.items() if count}
+
+    async def run() -> None:
+        engine._core.stages[0].close("test")  # the thinker is held
+        request = asyncio.create_task(collect(engine, sampling_params=STEPS))
+        try:
+            await until(lambda: engine.status().stages[1].in_transit)
+            assert load() == {("0", "queued"): 1, ("1", "transit"): 1}
+        finally:
+            engine._loop.loop.call_soon_threadsafe(engine._core.stages[0].reopen, "test")
+        assert (await request)[-1].images
+        assert load() == {}
+
+    asyncio.run(run())
 
 
 def test_buckets_are_fine_and_rise() -> None:

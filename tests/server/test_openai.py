@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
+import shutil
 import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
 
+from omni_notebook.config import DEMO_FOLDER
+from omni_notebook.engine.async_omni import AsyncOmni
 from tests.engine.engine_helpers import collect, until
+from tests.remote.served import serving
 from tests.server.conftest import STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import httpx
     import openai
 
-    from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.server.serving import Server
 
 PROMPT = "a red star above a blue circle"
@@ -75,6 +80,72 @@ def test_a_chat_is_the_thinkers_text_whole_and_streamed(client: openai.OpenAI, e
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.fixture
+def spelled(tmp_path: Path) -> Path:
+    """The thinker, with a decoder for which a word of a plan is a byte or two of a character."""
+    folder = tmp_path / "thinker"
+    shutil.copytree(DEMO_FOLDER / "thinker", folder)
+    file = folder / "tokenizer.json"
+    read = json.loads(file.read_text(encoding="utf-8"))
+    halves = {"Ġred": "ca", "Ġstar": "fÃ", "Ġtop": "©ð", "Ġcenter": "ŁĺĢ"}
+    halves |= {"Ġblue": "Ã", "Ġcircle": "©Ġð", "Ġbottom": "ŁĺĢð"}
+    replaced = [{"type": "Replace", "pattern": {"String": word}, "content": half} for word, half in halves.items()]
+    read["decoder"] = {"type": "Sequence", "decoders": [*replaced, read["decoder"]]}
+    file.write_text(json.dumps(read), encoding="utf-8")
+    return folder
+
+
+def test_a_streamed_character_of_several_tokens_comes_whole(spelled: Path) -> None:
+    import openai
+
+    messages = [{"role": "user", "content": PROMPT}]
+    with (
+        AsyncOmni(spelled) as engine,
+        serving(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        whole = client.chat.completions.create(model="thinker", messages=messages)
+        chunks = list(client.chat.completions.create(model="thinker", messages=messages, stream=True))
+    parts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert whole.choices[0].message.content == "café😀;é 😀😀"
+    assert "".join(parts) == "café😀;é 😀😀"
+    assert len([part for part in parts if part]) > 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "path", "body", "gives"),
+    [
+        ("thinker", "images/generations", {"prompt": PROMPT}, "text"),
+        ("dit", "chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}, "image"),
+    ],
+)
+@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "asleep"])
+def test_what_a_pipeline_does_not_make_is_refused_at_once(
+    folder: str, path: str, body: dict[str, Any], gives: str, asleep: bool
+) -> None:
+    import httpx
+
+    with AsyncOmni(DEMO_FOLDER / folder) as engine, serving(engine) as server:
+        if asleep:
+            asyncio.run(engine.sleep())
+        answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+    assert answer.status_code == 422
+    assert f"this pipeline gives {gives}. Nothing was started" in answer.json()["error"]["message"]
+
+
+def test_images_of_several_painters_are_the_firsts_and_need_no_later_one(tmp_path: Path) -> None:
+    import httpx
+
+    file = tmp_path / "two.yaml"
+    file.write_text("stages: [{model: demo/thinker}, {model: demo/dit}, {model: demo/dit, name: second}]")
+    with AsyncOmni(file) as engine, serving(engine) as server:
+        expected = asyncio.run(collect(engine, PROMPT, sampling_params=STEPS, output_modalities=["image"]))[-1]
+        asyncio.run(engine.sleep([2]))
+        found = httpx.post(f"{server.url}/v1/images/generations", json={"prompt": PROMPT, **STEPS}, timeout=60).json()
+    assert expected.stage_id == 1
+    assert picture(found["data"][0]["b64_json"]).tobytes() == expected.images[0].tobytes()
+
+
 def test_a_name_that_is_not_served_is_404(client: openai.OpenAI) -> None:
     import openai
 
@@ -115,8 +186,6 @@ def test_a_stream_that_may_not_begin_has_a_status_of_its_own(http: httpx.Client)
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(server: Server, engine: AsyncOmni, stream: bool) -> None:
-    import json
-
     path, said = "/v1/images/generations", {"prompt": PROMPT, "num_inference_steps": 1000}
     if stream:
         path = "/v1/chat/completions"

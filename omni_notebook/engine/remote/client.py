@@ -13,7 +13,7 @@ from omni_notebook.engine.remote.lora_calls import LoRACalls
 from omni_notebook.engine.remote.pumping import pumped
 from omni_notebook.engine.remote.upkeep_calls import UpkeepCalls
 from omni_notebook.errors import ArgumentError
-from omni_notebook.protocol import MemoryState, is_unicode, sampling_params_from
+from omni_notebook.protocol import MemoryState, is_unicode, said_of, sampling_params_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -296,7 +296,7 @@ def _request_id(request_id: Any) -> str:
 
 
 def _given(params: Any) -> dict[str, Any] | None:
-    """The sampling parameters that were given, if they fit.
+    """The sampling parameters that were said, if they fit: the engine there may have defaults of its own.
 
     Raises:
         ArgumentError: they do not.
@@ -304,5 +304,4 @@ def _given(params: Any) -> dict[str, Any] | None:
     checked = sampling_params_from(params)
     if params is None:
         return None
-    named = params if isinstance(params, dict) else {name: getattr(params, name) for name in params.__struct_fields__}
-    return {str(name): getattr(checked, str(name)) for name in named}
+    return {str(name): getattr(checked, str(name)) for name in said_of(params)}

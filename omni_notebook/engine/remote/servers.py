@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +13,7 @@ from omni_notebook.engine.answers import failure
 from omni_notebook.engine.remote.decoding import acks_of, error_of, output_of
 from omni_notebook.engine.remote.line import VERSION, Answer, Waiting
 from omni_notebook.engine.remote.schemes import other_scheme
-from omni_notebook.errors import ConfigError, ServerLostError, SleepError, WakeError
+from omni_notebook.errors import ConfigError, OmniError, ServerLostError, SleepError, WakeError
 from omni_notebook.protocol import EngineStatus
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ class Cockpit:
     async def _acks(self, line: Line, order: str, path: str, body: dict[str, Any], *, strict: bool) -> list[OmniACK]:
         acks = acks_from(line, order, await line.order(order, path, body, body.get("timeout")))
         if strict and not all(ack.ok for ack in acks):
-            ids = {ack.stage_id for ack in acks}
-            stages = [stage for stage in (await self.status(line)).stages if stage.stage_id in ids]
+            ids, stages = {ack.stage_id for ack in acks}, []
+            with contextlib.suppress(OmniError):  # the answers are here, whatever the server does next
+                stages = [stage for stage in (await self.status(line)).stages if stage.stage_id in ids]
             raise _ERRORS[order](failure(order, acks, stages), acks)
         return acks
 

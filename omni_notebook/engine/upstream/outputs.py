@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.engine.upstream.package import first_line
 from omni_notebook.errors import ArgumentError, UpstreamError
-from omni_notebook.protocol import CompletionOutput, OmniRequestOutput, OmniSamplingParams, RequestState
+from omni_notebook.protocol import CompletionOutput, OmniRequestOutput, RequestState, said_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,22 +43,12 @@ def params_for(defaults: Sequence[Any], given: Any) -> list[Any]:
     Raises:
         ArgumentError: a stage's class refuses them, its own words.
     """
-    named = _named(given)
+    named = said_of(given)
     try:
         return [_changed(default, named) for default in defaults]
     except (ValueError, TypeError) as error:
         msg = f"sampling_params={named!r}: vllm_omni refuses them: {first_line(error)}. Nothing was started"
         raise ArgumentError(msg) from error
-
-
-def _named(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, OmniSamplingParams):
-        blank = OmniSamplingParams()
-        values = {name: getattr(given, name) for name in OmniSamplingParams.__struct_fields__}
-        return {name: value for name, value in values.items() if value != getattr(blank, name)}
-    return dict(given)
 
 
 def _changed(default: Any, named: dict[str, Any]) -> Any:

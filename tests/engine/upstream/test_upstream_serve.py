@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import re
@@ -16,11 +17,14 @@ import pytest
 
 from omni_notebook.engine.remote.client import RemoteOmni
 from omni_notebook.errors import UnsupportedError
+from tests.engine.engine_helpers import collect, until
 from tests.engine.upstream.conftest import FAKE
 from tests.engine.upstream.upstream_helpers import HELD, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from omni_notebook.engine.upstream.engine import UpstreamOmni
 
 SERVE = [sys.executable, "-m", "omni_notebook", "serve"]
 UPSTREAM = ["some/model", "--engine", "vllm-omni", "--enable-sleep-mode", "--tp", "2", "--port", "0"]
@@ -115,3 +119,24 @@ def test_a_mistake_is_one_line(words: list[str], status: int, message: str) -> N
     assert (done.returncode, done.stdout) == (status, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_its_metrics_count_requests_in_progress_which_are_on_their_way_on_every_stage(engine: UpstreamOmni) -> None:
+    from omni_notebook.server.metrics import Metrics
+
+    figures = Metrics(engine)
+
+    def counted() -> set[str]:
+        lines = figures.text().decode().splitlines()
+        return {line for line in lines if line.startswith("omni_requests{") and not line.endswith(" 0.0")}
+
+    async def run() -> None:
+        engine._core.upstream.token_s = 0.05
+        request = asyncio.create_task(collect(engine, sampling_params={"max_tokens": 1000}))
+        await until(lambda: engine.status().stages[0].in_transit)
+        assert counted() == {f'omni_requests{{stage="{number}",where="transit"}} 1.0' for number in (0, 1)}
+        request.cancel()
+        await until(lambda: not engine.status().stages[0].in_transit)
+        assert counted() == set()
+
+    asyncio.run(run())

@@ -136,7 +136,10 @@ def test_of_the_typed_parameters_what_was_said_is_sent(params: Any, said: dict[s
     assert _given(params) == said
 
 
-@pytest.mark.parametrize("wrong", [OmniSamplingParams(top_k=1.5), OmniSamplingParams(max_tokens=0), {"colour": 1}])  # type: ignore[arg-type]
+WRONG: list[Any] = [{"top_k": 1.5}, {"max_tokens": 0}, {"colour": 1}, OmniSamplingParams(max_tokens=0)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_parameters_that_do_not_fit_are_refused_before_anything_is_sent(wrong: Any) -> None:
     with pytest.raises(errors.ArgumentError):
         _given(wrong)

@@ -197,6 +197,34 @@ def test_a_request_without_form_ends_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        ("stop", RequestState.FINISHED),
+        ("length", RequestState.FINISHED),
+        ("repetition", RequestState.FINISHED),
+        ("abort", RequestState.ABORTED),
+        ("error", RequestState.FAILED),
+    ],
+)
+def test_only_what_vllm_wrote_to_the_end_is_finished(reason: str, state: RequestState) -> None:
+    async def test(made: Made) -> None:
+        made.add("a")
+        made.host.say([news("a", 5)], None)
+        made.host.say([TextOutput(request_id="a", token_ids=(6,), finish_reason=reason)], None)
+        end = made.outputs["a"][-1]
+        assert (end.final, end.state) == (True, state)
+        assert (end.error is not None) == (state == RequestState.FAILED)
+        if state == RequestState.FAILED:
+            assert "request a" in str(end.error)
+        else:
+            assert (end.token_ids, end.finish_reason) == ([5, 6], reason)
+        assert made.replica.drained
+        assert made.failures == []
+
+    run(test)
+
+
+@pytest.mark.parametrize(
     ("error", "known"), [(WorkerDiedError("died", stage_id=0, rank=0), []), (ValueError("not followed"), [0])]
 )
 def test_what_the_host_could_not_follow_fails_the_stage_once_and_its_death_is_told_by_others(

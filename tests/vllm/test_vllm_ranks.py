@@ -415,8 +415,10 @@ def test_vllm_says_it_sleeps_when_it_does_and_its_own_sleep_underneath_is_refuse
     async def scenario() -> None:
         golden = await tokens(two)
         assert await _vllm(two, "is_sleeping") is False
-        with pytest.raises(Exception, match="was called under stage 0"):
+        running = await begun(two, 2)
+        with pytest.raises(Exception, match=r"was called under stage 0.*memory is as it was"):
             await _vllm(two, "sleep", level)
+        assert {(await task).state for task in running} == {"aborted"}  # by vLLM, before its ranks were asked
         assert [str(stage.state) for stage in two.status().stages] == ["AWAKE"]
         assert await tokens(two) == golden
         assert any("was called under stage 0" in line for line in two.logs(0))

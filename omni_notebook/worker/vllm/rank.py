@@ -88,7 +88,8 @@ class VllmRank(ControlOrders):
             stage = self._where.stage_id
             msg = (
                 f"vLLM's own {name}() was called under stage {stage}, whose memory has other books; it was refused, "
-                f"nothing changed. Call sleep(stage_ids=[{stage}]) or wake_up(stage_ids=[{stage}]) of the engine"
+                f"memory is as it was, and only requests that vLLM had ended before it asked are lost. Call "
+                f"sleep(stage_ids=[{stage}]) or wake_up(stage_ids=[{stage}]) of the engine"
             )
             error = UnsupportedError(msg)
             self._link.send(RankReply(UNASKED, self._where.rank, b"", describe(error)))

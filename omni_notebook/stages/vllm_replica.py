@@ -166,8 +166,11 @@ class VllmReplica:
             self._submit()
 
     def _submit(self) -> None:
-        """Send what may start; one that can not be sent ends alone, and the others of the stage go on."""
-        requests = self.scheduler.take()
+        """Send what may start; one that can not be sent ends alone, and the others of the stage go on.
+
+        An id that was aborted meanwhile waits until vLLM has let go of the request that had it.
+        """
+        requests = self.scheduler.take(held=self._aborted)
         for request in requests:
             try:
                 self.executor.tell_host("submit", request)

@@ -14,7 +14,7 @@ from omni_notebook.worker.faults import rebuild
 from omni_notebook.worker.vllm.wire import TextRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from omni_notebook.errors import OmniError
     from omni_notebook.stages.requests import StageRequest
@@ -64,9 +64,9 @@ class VllmScheduler:
         """Queue a request."""
         self._waiting.append(request)
 
-    def take(self) -> list[TextRequest]:
-        """What vLLM may have now; one for a closed, full stage holds back nobody but its like."""
-        taken = [request for request in self._waiting if self._may_start(request)]
+    def take(self, held: Container[str] = ()) -> list[TextRequest]:
+        """What vLLM may have now, but for these ids; one for a closed, full stage holds back nobody but its like."""
+        taken = [one for one in self._waiting if one.request_id not in held and self._may_start(one)]
         for request in taken:
             self._waiting.remove(request)
             request.started_s = request.started_s or time.perf_counter()

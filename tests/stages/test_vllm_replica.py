@@ -170,6 +170,45 @@ def test_an_id_that_was_aborted_is_given_again_only_after_vllm_has_let_go_of_it(
     run(test)
 
 
+async def _thaw(made: Made) -> None:
+    """Let the replica be at a thaw that the host has not answered."""
+    made.replica.close("pause")
+    await _turns()
+    await made.host.answer("freeze")
+    made.replica.reopen("pause")
+    await _turns()
+
+
+async def _abort(made: Made) -> None:
+    """Let it be at an abort that the host has not answered."""
+    made.add("z")
+    made.replica.abort("z")
+    await _turns()
+
+
+@pytest.mark.parametrize("order", [_thaw, _abort])
+def test_an_id_that_is_aborted_during_an_order_goes_again_only_after_its_abort_and_holds_no_other_back(
+    order: Callable[[Made], Awaitable[None]],
+) -> None:
+    async def test(made: Made) -> None:
+        made.add("a")
+        await order(made)
+        before = len(made.host.got)
+        assert made.replica.abort("a")
+        made.add("a")
+        made.add("b")
+        await made.host.answer(order.__name__.removeprefix("_"))
+        made.host.say([news("a", 5)], None)  # of the one before
+        assert made.outputs["a"] == []
+        assert made.host.got[before:] == [("submit", "b"), ("abort", ["a"])]
+        await made.host.answer("abort")
+        assert made.host.got[before + 2 :] == [("submit", "a")]
+        made.host.say([news("a", 7, ends=True)], None)
+        assert [one.token_ids for one in made.outputs["a"]] == [[7]]
+
+    run(test)
+
+
 def test_the_host_hears_how_often_news_were_taken() -> None:
     async def test(made: Made) -> None:
         made.add("a")

@@ -78,10 +78,11 @@ class HostedExecutor:
         began_s = self._loop.time()
         try:
             if method == "load":
-                await self._start()
+                await self._start(timeout_s)
             arguments = packed(args)
-            patience_s = None if timeout_s is None else timeout_s + GRACE_S
-            replies = await self.ask_host("order", method, arguments, timeout_s, timeout_s=patience_s)
+            left_s = None if timeout_s is None else max(0.0, timeout_s - (self._loop.time() - began_s))
+            patience_s = None if left_s is None else left_s + GRACE_S
+            replies = await self.ask_host("order", method, arguments, left_s, timeout_s=patience_s)
         except DeadlineError:
             waited_s = self._loop.time() - began_s
             return [silent(where, method, waited_s) for where in self.ranks]
@@ -93,9 +94,9 @@ class HostedExecutor:
             for where, reply in zip(self.ranks, replies, strict=True)
         ]
 
-    async def _start(self) -> None:
+    async def _start(self, timeout_s: float | None) -> None:
         try:
-            await self.ask_host("start")
+            await self.ask_host("start", timeout_s=timeout_s)
         except RuntimeError as error:  # vLLM's own, which tells to look at what it has printed
             raise ConfigError(_root_cause(error, self._link.log_tail(), self.ranks[0])) from error
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omni_notebook.worker.vllm.wire import TextRequest
 
 TALKING = "tests.executors.talking_host:TalkingHost"
+HANGING = "tests.executors.talking_host:HangingHost"
 BARE = "tests.executors.talking_host:BareHost"
 
 
@@ -57,6 +58,13 @@ class TalkingHost:
 
     def shutdown(self) -> None:
         """It has nothing to give back."""
+
+
+class HangingHost(TalkingHost):
+    """Does not come up."""
+
+    async def _start(self) -> None:
+        await asyncio.sleep(3600)
 
 
 class BareHost(VllmHost):

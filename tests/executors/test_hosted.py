@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_notebook.errors import ArgumentError, EngineClosedError, RemoteWorkerError, WorkerDiedError
+from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, RemoteWorkerError, WorkerDiedError
 from omni_notebook.executors import hosted
 from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput, TextRequest
 from tests.executors.executor_helpers import make_specs, until
-from tests.executors.talking_host import BARE, TALKING
+from tests.executors.talking_host import BARE, HANGING, TALKING
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -125,6 +125,18 @@ def test_a_shutdown_after_the_loop_reads_ends_it_in_order(serve: Callable[..., N
         assert isinstance(heard[0], EngineClosedError)
 
     serve(TALKING, test)
+
+
+def test_a_start_that_hangs_is_answered_for_in_time_and_can_be_ended(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        (answer,) = await asyncio.wait_for(executor.call("load", timeout_s=0.5), 5)
+        assert isinstance(answer.error, DeadlineError)
+        assert "did not answer 'load' within" in str(answer.error)
+        executor.shutdown()
+        await until(lambda: executor.ended, 5)
+        assert isinstance(heard[0], EngineClosedError)
+
+    serve(HANGING, test)
 
 
 def test_an_engine_that_takes_no_news_gets_a_few_and_later_the_rest_at_once(serve: Callable[..., None]) -> None:

@@ -209,6 +209,26 @@ def test_a_start_that_fails_says_the_root_cause_and_leaves_nothing(
     asyncio.run(until(lambda: before.since() == NOTHING))
 
 
+def test_a_restart_that_fails_leaves_nothing_and_the_next_one_serves(before: Left, tmp_path: Path) -> None:
+    engine = AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL)
+
+    async def scenario() -> None:
+        golden = (await collect(engine))[-1].text
+        folder = shutil.copytree(THINKER, tmp_path / "gone")
+        await engine.load_weights(0, str(folder))
+        shutil.rmtree(folder)
+        with pytest.raises(ConfigError, match="gone"):
+            await engine.restart(0)
+        await until(lambda: before.since() == NOTHING)
+        assert str(engine.status().stages[0].state) == "FAILED"
+        shutil.copytree(THINKER, folder)
+        await engine.restart(0)
+        assert (await collect(engine))[-1].text == golden
+
+    with engine:
+        asyncio.run(scenario())
+
+
 class Enough(Exception):  # noqa: N818  (a wish, not an error)
     """Raised by whoever no longer wants a start."""
 

@@ -110,6 +110,25 @@ def test_a_step_that_raises_fails_the_stage_and_everybody_hears_why(
         asyncio.run(scenario())
 
 
+def test_an_engine_core_of_one_rank_that_hangs_is_replaced_at_the_deadline_and_its_request_goes_on(
+    before: Left, llama: Path
+) -> None:
+    engine = AsyncOmni(str(llama), runtime="vllm", engine_args=SMALL)
+
+    async def scenario() -> None:
+        asked = {"prompt": {"prompt_token_ids": [5] * 40}, "sampling_params": {"max_tokens": 600}}
+        golden = (await collect(engine, **asked))[-1].outputs[0].token_ids
+        running = asyncio.create_task(collect(engine, **asked))
+        await until(lambda: engine.status().stages[0].running == 1)
+        os.kill(engine.status().stages[0].ranks[0].pid, signal.SIGSTOP)
+        await engine.restart(0, timeout=2)
+        assert (await running)[-1].outputs[0].token_ids == golden
+
+    with engine:
+        asyncio.run(scenario())
+    asyncio.run(until(lambda: before.since() == NOTHING))
+
+
 def test_a_host_that_is_killed_leaves_nothing_and_a_restart_serves_again(pair: AsyncOmni) -> None:
     async def scenario() -> None:
         golden = (await collect(pair, output_modalities="text"))[-1].text

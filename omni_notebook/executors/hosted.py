@@ -125,11 +125,21 @@ class HostedExecutor:
             return silent(self.ranks[0], method, timeout_s or 0.0).unwrap()
         return answered.result().unwrap()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the host reads what it is sent; else what can wait should, until `when_room` calls."""
+        return self._link.has_room
+
+    def when_room(self, look: Callable[[], None]) -> None:
+        """Call `look` each time that the host has read what waited for it."""
+        self._link.on_room = look
+
     def tell_host(self, method: str, *args: Any) -> None:
         """Call a method of the host itself, after the calls before; nobody answers, one that is gone hears nothing.
 
         Raises:
             ArgumentError: an argument has no form on the wire; nothing was sent.
+            OSError: it is big, and this process may open no more files; nothing was sent.
         """
         self._link.send(pack(Tell(method, payload(args))))
 

@@ -64,14 +64,16 @@ class VllmScheduler:
         """Queue a request."""
         self._waiting.append(request)
 
-    def take(self, held: Container[str] = ()) -> list[TextRequest]:
-        """What vLLM may have now, but for these ids; one for a closed, full stage holds back nobody but its like."""
-        taken = [one for one in self._waiting if one.request_id not in held and self._may_start(one)]
-        for request in taken:
-            self._waiting.remove(request)
-            request.started_s = request.started_s or time.perf_counter()
-            self._running[request.request_id] = request
-        return [_for_vllm(request) for request in taken]
+    def take(self, held: Container[str] = ()) -> TextRequest | None:
+        """The next that vLLM may have, but for these ids; one for a closed, full stage holds back only its like."""
+        waiting = (one for one in self._waiting if one.request_id not in held)
+        request = next((one for one in waiting if self._may_start(one)), None)
+        if request is None:
+            return None
+        self._waiting.remove(request)
+        request.started_s = request.started_s or time.perf_counter()
+        self._running[request.request_id] = request
+        return _for_vllm(request)
 
     def _may_start(self, request: StageRequest) -> bool:
         if self._connector is None or not request.feeds_next:

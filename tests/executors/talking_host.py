@@ -28,6 +28,7 @@ class TalkingHost:
 
     def __init__(self, _spec: Any) -> None:
         self._noted: list[Any] = []
+        self._kept = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="talking", daemon=True).start()
 
@@ -48,6 +49,12 @@ class TalkingHost:
 
     def noted(self) -> list[Any]:
         return self._noted
+
+    def keep(self, _value: str) -> None:
+        self._kept += 1
+
+    def kept(self) -> int:
+        return self._kept
 
     def say(self, values: list[Any]) -> None:
         for value in values:

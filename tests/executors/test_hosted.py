@@ -12,7 +12,7 @@ import pytest
 from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, RemoteWorkerError, WorkerDiedError
 from omni_notebook.executors import hosted
 from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput, TextRequest
-from tests.executors.executor_helpers import make_specs, until
+from tests.executors.executor_helpers import fds, make_specs, until
 from tests.executors.talking_host import BARE, HANGING, TALKING
 
 if TYPE_CHECKING:
@@ -102,6 +102,32 @@ def test_who_listens_hears_that_the_host_could_not_follow_or_is_gone(serve: Call
         executor.listen(late.take, Any)
         assert isinstance(late[0], WorkerDiedError)
         executor.tell_host("note", 1)  # nobody hears it, nothing is raised
+
+    serve(TALKING, test)
+
+
+def test_a_host_that_does_not_read_is_sent_no_more_than_a_few_files_and_says_when_it_reads_again(
+    serve: Callable[..., None],
+) -> None:
+    async def test(executor: hosted.HostedExecutor, _heard: Heard) -> None:
+        await executor.ask_host("start")
+        looks: list[bool] = []
+        executor.when_room(lambda: looks.append(executor.has_room))
+        assert executor.has_room
+        before = len(fds())
+        os.kill(executor._link.pid, signal.SIGSTOP)
+        sent = 0
+        while executor.has_room:
+            executor.tell_host("keep", "x" * 100_000)  # in shared memory
+            sent += 1
+        assert sent > 1
+        assert len(fds()) == before + 1  # what the socket has is not ours any more
+        assert looks == []
+        os.kill(executor._link.pid, signal.SIGCONT)
+        await until(lambda: looks)
+        assert looks == [True]
+        assert len(fds()) == before
+        assert await executor.ask_host("kept") == sent
 
     serve(TALKING, test)
 

@@ -26,16 +26,31 @@ class Host:
         self.got: list[Any] = []
         self.asked: list[tuple[str, asyncio.Future[Any]]] = []
         self.refuses: str | None = None
+        self.refusal: type[Exception] = ArgumentError
+        self.room = 1000
 
     def listen(self, take: Callable[[Any, BaseException | None], None], kind: Any) -> None:
         assert kind == list[TextOutput]
         self.say = take
 
+    @property
+    def has_room(self) -> bool:
+        return self.room > 0
+
+    def when_room(self, look: Callable[[], None]) -> None:
+        self.look = look
+
+    def make_room(self, room: int) -> None:
+        """It has read all that it was sent, and may be sent so much until it reads again."""
+        self.room = room
+        self.look()
+
     def tell_host(self, method: str, what: Any) -> None:
         name = getattr(what, "request_id", what)
         if name == self.refuses:
             msg = f"{name} has no form"
-            raise ArgumentError(msg)
+            raise self.refusal(msg)
+        self.room -= 1
         self.got.append((method, name))
 
     async def ask_host(self, method: str, *args: Any) -> Any:
@@ -221,9 +236,10 @@ def test_the_host_hears_how_often_news_were_taken() -> None:
     run(test)
 
 
-def test_a_request_without_form_ends_alone() -> None:
+@pytest.mark.parametrize("refusal", [ArgumentError, OSError])
+def test_a_request_that_can_not_be_sent_ends_alone(refusal: type[Exception]) -> None:
     async def test(made: Made) -> None:
-        made.host.refuses = "b"
+        made.host.refuses, made.host.refusal = "b", refusal
         for name in "abc":
             made.add(name)
         assert made.host.got == [("submit", "a"), ("submit", "c")]
@@ -231,6 +247,28 @@ def test_a_request_without_form_ends_alone() -> None:
         assert end.state == RequestState.FAILED
         assert "b has no form; vLLM was not asked" in str(end.error)
         assert made.failures == []
+
+    run(test)
+
+
+def test_no_more_is_sent_than_the_host_takes_and_the_rest_is_queued() -> None:
+    async def test(made: Made) -> None:
+        made.host.room = 2
+        for name in "abcdef":
+            made.add(name)
+        await _turns()
+        assert made.host.got == [("submit", "a"), ("submit", "b")]
+        assert (made.replica.scheduler.running, made.replica.scheduler.queued) == (2, 4)
+        assert made.replica.abort("d")
+        assert made.outputs["d"][-1].state == RequestState.ABORTED
+        made.host.make_room(1)
+        await _turns()
+        assert made.host.got[2:] == [("submit", "c")]
+        made.host.make_room(10)
+        await _turns()
+        assert made.host.got[3:] == [("submit", "e"), ("submit", "f")]
+        made.add("g")
+        assert made.host.got[5:] == [("submit", "g")]
 
     run(test)
 

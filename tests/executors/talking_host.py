@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
+from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 TALKING = "tests.executors.talking_host:TalkingHost"
 HANGING = "tests.executors.talking_host:HangingHost"
+HELD = "tests.executors.talking_host:HeldHost"
 BARE = "tests.executors.talking_host:BareHost"
 
 
@@ -85,6 +89,20 @@ class BareHost(VllmHost):
 
     def running(self) -> int:
         return len(self._tasks)
+
+
+class HeldHost(BareHost):
+    """Has a process that holds its resource tracker's pipe and that it can not end, as one that the kernel holds."""
+
+    def hold(self) -> int:
+        """Start it; its process id."""
+        pipe = resource_tracker.getfd()
+        sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+        return subprocess.Popen(sleeping, pass_fds=[pipe], start_new_session=True).pid
+
+    def fall(self) -> None:
+        """A rank of this host's ends by itself, after the answer."""
+        self._loop.call_later(0.05, self._ended_with, 1, "rank 0")
 
 
 class _Nothing:

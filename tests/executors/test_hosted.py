@@ -13,7 +13,7 @@ from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError
 from omni_notebook.executors import hosted
 from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput, TextRequest
 from tests.executors.executor_helpers import fds, make_specs, until
-from tests.executors.talking_host import BARE, HANGING, TALKING
+from tests.executors.talking_host import BARE, HANGING, HELD, TALKING
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -163,6 +163,21 @@ def test_a_start_that_hangs_is_answered_for_in_time_and_can_be_ended(serve: Call
         assert isinstance(heard[0], EngineClosedError)
 
     serve(HANGING, test)
+
+
+def test_a_host_that_can_not_end_all_its_processes_ends_all_the_same_and_says_why(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        await executor.ask_host("start")
+        holder = await executor.ask_host("hold")
+        try:
+            await executor.ask_host("fall")
+            await until(lambda: heard, 8)
+            assert isinstance(heard[0], WorkerDiedError)
+            assert "rank 0 (pid 1) ended" in str(heard[0].log_lines)
+        finally:
+            os.kill(holder, signal.SIGKILL)
+
+    serve(HELD, test)
 
 
 def test_an_engine_that_takes_no_news_gets_a_few_and_later_the_rest_at_once(serve: Callable[..., None]) -> None:

@@ -44,7 +44,9 @@ class HostedExecutor:
         ArgumentError: the config has something that can not be sent to it.
     """
 
-    def __init__(self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str = HOST) -> None:
+    def __init__(
+        self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str | None = None
+    ) -> None:
         warn_if_untested(vllm_version())
         self.ranks: tuple[RankId, ...] = tuple(spec.where for spec in specs)
         self._loop = asyncio.get_running_loop()
@@ -53,7 +55,7 @@ class HostedExecutor:
         self._closed = False
         self._number = 0
         first = specs[0]
-        start = pack(Start(host, payload(first), ()))  # what can not be sent shows before there is a process
+        start = pack(Start(host or HOST, payload(first), ()))  # what can not be sent shows before there is a process
         self._unseen = tuple(unseen(where, first.config.device) for where in self.ranks)
         self._link = RankLink(first.where, None, first.config.device, self._loop, self._died)
         self._link.send(start)

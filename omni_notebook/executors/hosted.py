@@ -175,6 +175,10 @@ class HostedExecutor:
             raise ArgumentError(msg)
         return self._link.log_tail()
 
+    def when_read(self, look: Callable[[], None]) -> None:
+        """Call `look` each time that all that the host had said was handed out."""
+        self._link.on_read = look
+
     # ---------------------------------------------------------------------------------- the end
 
     def shutdown(self) -> None:

@@ -49,6 +49,7 @@ class Stage:
         self.arrives = False
         self.arriving = False
         self.made_room: Callable[[], None] = lambda: None
+        self.heard: Callable[[], None] = lambda: None
         self.replicas: list[Replica | VllmReplica] = []
         self.state = MemoryState.WAKING
         self.level: int | None = None
@@ -146,6 +147,8 @@ class Stage:
             on_failure=self.fail,
             on_start=self.made_room,
         )
+        if isinstance(made, VllmReplica):
+            made.executor.when_read(self.heard)
         return made
 
     def _rank_died(self, where: RankId, error: WorkerDiedError) -> None:  # noqa: ARG002  (the error names the rank)

@@ -58,6 +58,7 @@ class RankLink:
         self.where = where
         self.error: OmniError | None = None
         self.on_room: Callable[[], None] = lambda: None
+        self.on_read: Callable[[], None] = lambda: None
         self.statuses: tuple[RankStatus, ...] = (unseen(where, device),)
         self._loop = loop
         self._on_death = on_death
@@ -138,6 +139,10 @@ class RankLink:
     # -------------------------------------------------------------------------------- receiving
 
     def _readable(self) -> None:
+        self._read()
+        self.on_read()
+
+    def _read(self) -> None:
         for _ in range(FRAMES_A_TURN):
             try:
                 frame = self._receiver.receive()

@@ -282,9 +282,12 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def executor_name(self) -> Literal["uni", "mp", "ray"]:
-        """The executor, where "auto" is decided: what is on a GPU has a process of its own, where it is measured."""
+        """The executor, where "auto" is decided: what is on a GPU has a process of its own, where it is measured.
+
+        A vLLM stage's ranks are always in processes of their own.
+        """
         if self.executor == "auto":
-            return "mp" if self._ranks > 1 or self._is_on_gpu else "uni"
+            return "mp" if self._ranks > 1 or self._is_on_gpu or self.runtime_name == "vllm" else "uni"
         return self.executor
 
     @property

@@ -321,11 +321,13 @@ class AsyncOmni(Looped, LoRACalls):
     async def restart(self, stage_id: int, timeout: float | None = None) -> None:
         """End a stage's ranks and start new ones from its last checkpoint; its requests run again.
 
-        Weights that were given as tensors are gone: the stage then is NEEDS_WEIGHTS.
+        Weights that were given as tensors are gone: the stage then is NEEDS_WEIGHTS. The new ranks have what is left of
+        `timeout`, but at least half an hour. If they do not come up the stage is FAILED, its requests have ended, and
+        nothing of them is left.
 
         Raises:
             ArgumentError: unknown stage.
-            DeadlineError: its running batch did not end in time.
+            DeadlineError: its running batch did not end in time, or the new ranks did not come up.
             ConfigError: the checkpoint does not load; the stage is FAILED.
         """
 

@@ -93,6 +93,7 @@ class Core:
         for place, stage in enumerate(self.stages):
             stage.in_transit = lambda stage=stage: self._in_transit(stage)  # type: ignore[misc]
             stage.at_gate = functools.partial(self.gates.first.__getitem__, place)
+            stage.heard = self._chime.ring_now
             stage.loras.on_lost = functools.partial(self.loras.lost, stage)
             if place + 1 < len(self.stages):
                 stage.connector = self._connector_to(self.stages[place + 1])

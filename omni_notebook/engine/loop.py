@@ -147,7 +147,7 @@ def _set(*waiters: asyncio.Future[None]) -> None:
 
 
 class Chime:
-    """Rings bells at the end of a loop's turn, all together: another loop is woken once for all who wait there.
+    """Rings bells at the end of a loop's turn, or when told, all together: another loop is woken once for all there.
 
     Everything here belongs to one loop.
     """
@@ -159,9 +159,10 @@ class Chime:
         """Ring it after what is happening now."""
         self._bells.append(bell)
         if len(self._bells) == 1:
-            asyncio.get_running_loop().call_soon(self._ring)
+            asyncio.get_running_loop().call_soon(self.ring_now)
 
-    def _ring(self) -> None:
+    def ring_now(self) -> None:
+        """Ring those that are to ring at the end of this turn: nothing more will come in it."""
         bells, self._bells = self._bells, []
         waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for bell in bells:

@@ -44,7 +44,9 @@ class HostedExecutor:
         ArgumentError: the config has something that can not be sent to it.
     """
 
-    def __init__(self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str = HOST) -> None:
+    def __init__(
+        self, specs: tuple[WorkerSpec, ...], on_death: OnDeath | None = None, *, host: str | None = None
+    ) -> None:
         warn_if_untested(vllm_version())
         self.ranks: tuple[RankId, ...] = tuple(spec.where for spec in specs)
         self._loop = asyncio.get_running_loop()
@@ -53,7 +55,7 @@ class HostedExecutor:
         self._closed = False
         self._number = 0
         first = specs[0]
-        start = pack(Start(host, payload(first), ()))  # what can not be sent shows before there is a process
+        start = pack(Start(host or HOST, payload(first), ()))  # what can not be sent shows before there is a process
         self._unseen = tuple(unseen(where, first.config.device) for where in self.ranks)
         self._link = RankLink(first.where, None, first.config.device, self._loop, self._died)
         self._link.send(start)
@@ -78,10 +80,11 @@ class HostedExecutor:
         began_s = self._loop.time()
         try:
             if method == "load":
-                await self._start()
+                await self._start(timeout_s)
             arguments = packed(args)
-            patience_s = None if timeout_s is None else timeout_s + GRACE_S
-            replies = await self.ask_host("order", method, arguments, timeout_s, timeout_s=patience_s)
+            left_s = None if timeout_s is None else max(0.0, timeout_s - (self._loop.time() - began_s))
+            patience_s = None if left_s is None else left_s + GRACE_S
+            replies = await self.ask_host("order", method, arguments, left_s, timeout_s=patience_s)
         except DeadlineError:
             waited_s = self._loop.time() - began_s
             return [silent(where, method, waited_s) for where in self.ranks]
@@ -93,9 +96,9 @@ class HostedExecutor:
             for where, reply in zip(self.ranks, replies, strict=True)
         ]
 
-    async def _start(self) -> None:
+    async def _start(self, timeout_s: float | None) -> None:
         try:
-            await self.ask_host("start")
+            await self.ask_host("start", timeout_s=timeout_s)
         except RuntimeError as error:  # vLLM's own, which tells to look at what it has printed
             raise ConfigError(_root_cause(error, self._link.log_tail(), self.ranks[0])) from error
 
@@ -124,11 +127,21 @@ class HostedExecutor:
             return silent(self.ranks[0], method, timeout_s or 0.0).unwrap()
         return answered.result().unwrap()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the host reads what it is sent; else what can wait should, until `when_room` calls."""
+        return self._link.has_room
+
+    def when_room(self, look: Callable[[], None]) -> None:
+        """Call `look` each time that the host has read what waited for it."""
+        self._link.on_room = look
+
     def tell_host(self, method: str, *args: Any) -> None:
         """Call a method of the host itself, after the calls before; nobody answers, one that is gone hears nothing.
 
         Raises:
             ArgumentError: an argument has no form on the wire; nothing was sent.
+            OSError: it is big, and this process may open no more files; nothing was sent.
         """
         self._link.send(pack(Tell(method, payload(args))))
 
@@ -161,6 +174,10 @@ class HostedExecutor:
             msg = f"there is no rank {rank}; this replica has {', '.join(str(where.rank) for where in self.ranks)}"
             raise ArgumentError(msg)
         return self._link.log_tail()
+
+    def when_read(self, look: Callable[[], None]) -> None:
+        """Call `look` each time that all that the host had said was handed out."""
+        self._link.on_read = look
 
     # ---------------------------------------------------------------------------------- the end
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from omni_notebook.errors import StageFailedError
+from omni_notebook.errors import DeadlineError, StageFailedError
 from omni_notebook.protocol import MemoryState, PauseState, RankId, RequestState, StageStatus
 from omni_notebook.stages.lora import LORA_REASON, StageLoras, gone
 from omni_notebook.stages.model import make_model
@@ -49,6 +49,7 @@ class Stage:
         self.arrives = False
         self.arriving = False
         self.made_room: Callable[[], None] = lambda: None
+        self.heard: Callable[[], None] = lambda: None
         self.replicas: list[Replica | VllmReplica] = []
         self.state = MemoryState.WAKING
         self.level: int | None = None
@@ -95,6 +96,19 @@ class Stage:
         version = await self.name_weights([report.weight_version for report in reports])
         self._loaded(reports[0], version)
 
+    async def _bring_up_within(self, deadline: Deadline) -> None:
+        try:
+            async with asyncio.timeout(deadline.left_s()):
+                await self._bring_up()
+        except TimeoutError as error:
+            if not deadline.passed:
+                raise  # a rank's own
+            msg = (
+                f"the new ranks of stage {self.stage_id} had not loaded within {deadline.seconds:g} s, they were given "
+                f"up; restart({self.stage_id}, timeout=...) gives them longer"
+            )
+            raise DeadlineError(msg) from error
+
     async def _meet(self, replica: Replica | VllmReplica) -> None:
         """Ranks that hold a model together find one another; control orders never need that."""
         if self.config.tensor_parallel_size == 1 or self.config.runtime_name == "vllm":  # vLLM's ranks have met
@@ -133,6 +147,8 @@ class Stage:
             on_failure=self.fail,
             on_start=self.made_room,
         )
+        if isinstance(made, VllmReplica):
+            made.executor.when_read(self.heard)
         return made
 
     def _rank_died(self, where: RankId, error: WorkerDiedError) -> None:  # noqa: ARG002  (the error names the rank)
@@ -158,11 +174,13 @@ class Stage:
         self.source, self.source_version = source, version if source is not None else None
         self.reproducible = self.recoverable = source is not None
 
-    async def restart(self) -> None:
+    async def restart(self, deadline: Deadline) -> None:
         """Replace the replicas; requests that are here run again on the new ones, once adapters are brought back.
 
         Raises:
-            Exception: what the first rank that failed to load raised; the stage is FAILED, requests are still here.
+            DeadlineError: the new ranks had not loaded in time; as below.
+            Exception: what the first rank that failed to load raised; the stage is FAILED, its requests have ended, and
+                nothing of the new ranks is left.
         """
         old = self.replicas
         self.state = MemoryState.WAKING  # the one way out of FAILED
@@ -175,9 +193,10 @@ class Stage:
             before.scheduler.requeue()
             new.scheduler = before.scheduler
         try:
-            await self._bring_up()
+            await self._bring_up_within(deadline)
         except Exception as error:
             self.fail(error)
+            await self.stop()
             raise
 
     async def stop(self) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from omni_notebook.errors import ArgumentError, EngineClosedError, WorkerDiedError
+from omni_notebook.errors import ArgumentError, EngineClosedError, OmniError, WorkerDiedError
 from omni_notebook.worker.faults import describe
 from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from omni_notebook.errors import OmniError
     from omni_notebook.executors.hosted import HostedExecutor
     from omni_notebook.stages.requests import StageRequest
     from omni_notebook.stages.vllm_scheduler import VllmScheduler
@@ -53,6 +52,7 @@ class VllmReplica:
     def loaded(self) -> None:
         """VLLM runs: take requests, and hear what becomes of them."""
         self.executor.listen(self._hear, list[TextOutput])
+        self.executor.when_room(self.kick)
         self._frozen = False
         self.reopen("loading")
 
@@ -166,15 +166,20 @@ class VllmReplica:
             self._submit()
 
     def _submit(self) -> None:
-        """Send what may start; one that can not be sent ends alone, and the others of the stage go on."""
-        requests = self.scheduler.take()
-        for request in requests:
+        """Send what may start, as the host reads it; one that can not be sent ends alone, and the others go on.
+
+        An id that was aborted meanwhile waits until vLLM has let go of the request that had it.
+        """
+        began = False
+        while self.executor.has_room and (request := self.scheduler.take(held=self._aborted)) is not None:
+            began = True
             try:
                 self.executor.tell_host("submit", request)
-            except ArgumentError as error:
-                fault = describe(ArgumentError(f"request {request.request_id}: {error}; vLLM was not asked"))
+            except (ArgumentError, OSError) as error:
+                kind = ArgumentError if isinstance(error, ArgumentError) else OmniError
+                fault = describe(kind(f"request {request.request_id}: {error}; vLLM was not asked"))
                 self._take([TextOutput(request_id=request.request_id, fault=fault)])
-        if requests:
+        if began:
             self._on_start()
         self._changed.notify()
 

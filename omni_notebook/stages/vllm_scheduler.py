@@ -7,13 +7,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from omni_notebook.errors import RemoteWorkerError
 from omni_notebook.protocol import RequestState
 from omni_notebook.stages.requests import StageOutput
 from omni_notebook.worker.faults import rebuild
 from omni_notebook.worker.vllm.wire import TextRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from omni_notebook.errors import OmniError
     from omni_notebook.stages.requests import StageRequest
@@ -63,14 +64,16 @@ class VllmScheduler:
         """Queue a request."""
         self._waiting.append(request)
 
-    def take(self) -> list[TextRequest]:
-        """What vLLM may have now; one for a closed, full stage holds back nobody but its like."""
-        taken = [request for request in self._waiting if self._may_start(request)]
-        for request in taken:
-            self._waiting.remove(request)
-            request.started_s = request.started_s or time.perf_counter()
-            self._running[request.request_id] = request
-        return [_for_vllm(request) for request in taken]
+    def take(self, held: Container[str] = ()) -> TextRequest | None:
+        """The next that vLLM may have, but for these ids; one for a closed, full stage holds back only its like."""
+        waiting = (one for one in self._waiting if one.request_id not in held)
+        request = next((one for one in waiting if self._may_start(one)), None)
+        if request is None:
+            return None
+        self._waiting.remove(request)
+        request.started_s = request.started_s or time.perf_counter()
+        self._running[request.request_id] = request
+        return _for_vllm(request)
 
     def _may_start(self, request: StageRequest) -> bool:
         if self._connector is None or not request.feeds_next:
@@ -102,7 +105,12 @@ class VllmScheduler:
         request.weight_version = weight_version
         if output.finish_reason is not None:
             del self._running[request.request_id]
-        _deliver(request, output.finish_reason)
+        if output.finish_reason == "abort":  # unasked: vLLM's own `sleep` does
+            _end_aborted(request)
+        elif output.finish_reason == "error":
+            request.end(RequestState.FAILED, _given_up(request))
+        else:
+            _deliver(request, output.finish_reason)
 
     def requeue(self) -> None:
         """VLLM is gone with all that it had: running requests wait again, and go on after what they have."""
@@ -128,8 +136,7 @@ class VllmScheduler:
         if request in self._waiting:
             self._waiting.remove(request)
         request.aborted = True
-        prompt: TextPrompt = request.payload
-        request.end(RequestState.ABORTED, text=prompt.text, token_ids=list(prompt.generated))
+        _end_aborted(request)
         return True
 
     def has(self, request_id: str) -> bool:
@@ -166,6 +173,21 @@ def _for_vllm(request: StageRequest) -> TextRequest:
         stop_token_ids=params.stop_token_ids,
         lora=request.lora,
     )
+
+
+def _end_aborted(request: StageRequest) -> None:
+    prompt: TextPrompt = request.payload
+    request.end(RequestState.ABORTED, text=prompt.text, token_ids=list(prompt.generated))
+
+
+def _given_up(request: StageRequest) -> RemoteWorkerError:
+    """VLLM could not go on with this request; only its log says why."""
+    prompt: TextPrompt = request.payload
+    msg = (
+        f"request {request.request_id}: vLLM ended it with an error after {len(prompt.generated)} tokens, "
+        "the stage's log says why; the stage goes on, generate again"
+    )
+    return RemoteWorkerError(msg, type_name="FinishReason.ERROR")
 
 
 def _deliver(request: StageRequest, reason: str | None) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 WEIGHTS_REASON = "weights"
 FAILED_PATIENCE_S = 2.0
 """What a FAILED stage has on its device is given this long to end."""
+START_S = 1800.0
+"""New ranks are given at least this long to load: vLLM's may compile first. A hanging one must not hold the stage."""
 
 
 async def load_weights(stage: Stage, source: str | TensorSource, version: str | None, context: Context) -> None:
@@ -182,10 +184,12 @@ async def restart(stage: Stage, context: Context) -> None:
 
     Where no path reproduces the last weights, the new ranks have none (NEEDS_WEIGHTS) and the requests wait.
 
-    Ranks in processes of their own are ended at the deadline, whatever they do; a FAILED stage's are soon.
+    Ranks in processes of their own are ended at the deadline, whatever they do; a FAILED stage's are soon. The new ones
+    have what is left of it, but at least `START_S`.
 
     Raises:
-        DeadlineError: the running batch did not end in time, and it runs in this process; nothing changed.
+        DeadlineError: the running batch did not end in time, and it runs in this process; nothing changed. Or the new
+            ranks were not up in time; the stage is FAILED.
         Exception: what the first rank that did not load raised; the stage is FAILED.
     """
     failed = stage.state == MemoryState.FAILED
@@ -200,5 +204,5 @@ async def restart(stage: Stage, context: Context) -> None:
         stage.reopen("restart")
         msg = f"stage {stage.stage_id} was not restarted: its running batch had not ended; abort it or wait longer"
         raise DeadlineError(msg)
-    await stage.restart()
+    await stage.restart(Deadline(max(START_S, context.deadline.left_s())))
     await bring_back(stage)

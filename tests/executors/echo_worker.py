@@ -259,6 +259,13 @@ class DyingWorker(EchoWorker):
         os._exit(1)
 
 
+class HangingWorker(EchoWorker):
+    """Does not come up."""
+
+    def load(self) -> None:
+        time.sleep(3600)
+
+
 class AsyncEchoWorker(EchoWorker):
     """The same for an executor whose ranks share a thread: what takes time is a coroutine."""
 

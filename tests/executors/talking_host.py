@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
+from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from omni_notebook.worker.vllm.wire import TextRequest
 
 TALKING = "tests.executors.talking_host:TalkingHost"
+HANGING = "tests.executors.talking_host:HangingHost"
+HELD = "tests.executors.talking_host:HeldHost"
 BARE = "tests.executors.talking_host:BareHost"
 
 
@@ -27,6 +32,7 @@ class TalkingHost:
 
     def __init__(self, _spec: Any) -> None:
         self._noted: list[Any] = []
+        self._kept = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="talking", daemon=True).start()
 
@@ -48,6 +54,12 @@ class TalkingHost:
     def noted(self) -> list[Any]:
         return self._noted
 
+    def keep(self, _value: str) -> None:
+        self._kept += 1
+
+    def kept(self) -> int:
+        return self._kept
+
     def say(self, values: list[Any]) -> None:
         for value in values:
             self._line.say(value)
@@ -57,6 +69,13 @@ class TalkingHost:
 
     def shutdown(self) -> None:
         """It has nothing to give back."""
+
+
+class HangingHost(TalkingHost):
+    """Does not come up."""
+
+    async def _start(self) -> None:
+        await asyncio.sleep(3600)
 
 
 class BareHost(VllmHost):
@@ -70,6 +89,20 @@ class BareHost(VllmHost):
 
     def running(self) -> int:
         return len(self._tasks)
+
+
+class HeldHost(BareHost):
+    """Has a process that holds its resource tracker's pipe and that it can not end, as one that the kernel holds."""
+
+    def hold(self) -> int:
+        """Start it; its process id."""
+        pipe = resource_tracker.getfd()
+        sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+        return subprocess.Popen(sleeping, pass_fds=[pipe], start_new_session=True).pid
+
+    def fall(self) -> None:
+        """A rank of this host's ends by itself, after the answer."""
+        self._loop.call_later(0.05, self._ended_with, 1, "rank 0")
 
 
 class _Nothing:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_notebook.errors import ArgumentError, EngineClosedError, RemoteWorkerError, WorkerDiedError
+from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, RemoteWorkerError, WorkerDiedError
 from omni_notebook.executors import hosted
 from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput, TextRequest
-from tests.executors.executor_helpers import make_specs, until
-from tests.executors.talking_host import BARE, TALKING
+from tests.executors.executor_helpers import fds, make_specs, until
+from tests.executors.talking_host import BARE, HANGING, HELD, TALKING
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -106,6 +106,32 @@ def test_who_listens_hears_that_the_host_could_not_follow_or_is_gone(serve: Call
     serve(TALKING, test)
 
 
+def test_a_host_that_does_not_read_is_sent_no_more_than_a_few_files_and_says_when_it_reads_again(
+    serve: Callable[..., None],
+) -> None:
+    async def test(executor: hosted.HostedExecutor, _heard: Heard) -> None:
+        await executor.ask_host("start")
+        looks: list[bool] = []
+        executor.when_room(lambda: looks.append(executor.has_room))
+        assert executor.has_room
+        before = len(fds())
+        os.kill(executor._link.pid, signal.SIGSTOP)
+        sent = 0
+        while executor.has_room:
+            executor.tell_host("keep", "x" * 100_000)  # in shared memory
+            sent += 1
+        assert sent > 1
+        assert len(fds()) == before + 1  # what the socket has is not ours any more
+        assert looks == []
+        os.kill(executor._link.pid, signal.SIGCONT)
+        await until(lambda: looks)
+        assert looks == [True]
+        assert len(fds()) == before
+        assert await executor.ask_host("kept") == sent
+
+    serve(TALKING, test)
+
+
 def test_what_has_no_form_is_not_told(serve: Callable[..., None]) -> None:
     async def test(executor: hosted.HostedExecutor, _heard: Heard) -> None:
         await executor.ask_host("start")
@@ -125,6 +151,33 @@ def test_a_shutdown_after_the_loop_reads_ends_it_in_order(serve: Callable[..., N
         assert isinstance(heard[0], EngineClosedError)
 
     serve(TALKING, test)
+
+
+def test_a_start_that_hangs_is_answered_for_in_time_and_can_be_ended(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        (answer,) = await asyncio.wait_for(executor.call("load", timeout_s=0.5), 5)
+        assert isinstance(answer.error, DeadlineError)
+        assert "did not answer 'load' within" in str(answer.error)
+        executor.shutdown()
+        await until(lambda: executor.ended, 5)
+        assert isinstance(heard[0], EngineClosedError)
+
+    serve(HANGING, test)
+
+
+def test_a_host_that_can_not_end_all_its_processes_ends_all_the_same_and_says_why(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, heard: Heard) -> None:
+        await executor.ask_host("start")
+        holder = await executor.ask_host("hold")
+        try:
+            await executor.ask_host("fall")
+            await until(lambda: heard, 8)
+            assert isinstance(heard[0], WorkerDiedError)
+            assert "rank 0 (pid 1) ended" in str(heard[0].log_lines)
+        finally:
+            os.kill(holder, signal.SIGKILL)
+
+    serve(HELD, test)
 
 
 def test_an_engine_that_takes_no_news_gets_a_few_and_later_the_rest_at_once(serve: Callable[..., None]) -> None:

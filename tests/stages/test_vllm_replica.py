@@ -26,16 +26,31 @@ class Host:
         self.got: list[Any] = []
         self.asked: list[tuple[str, asyncio.Future[Any]]] = []
         self.refuses: str | None = None
+        self.refusal: type[Exception] = ArgumentError
+        self.room = 1000
 
     def listen(self, take: Callable[[Any, BaseException | None], None], kind: Any) -> None:
         assert kind == list[TextOutput]
         self.say = take
 
+    @property
+    def has_room(self) -> bool:
+        return self.room > 0
+
+    def when_room(self, look: Callable[[], None]) -> None:
+        self.look = look
+
+    def make_room(self, room: int) -> None:
+        """It has read all that it was sent, and may be sent so much until it reads again."""
+        self.room = room
+        self.look()
+
     def tell_host(self, method: str, what: Any) -> None:
         name = getattr(what, "request_id", what)
         if name == self.refuses:
             msg = f"{name} has no form"
-            raise ArgumentError(msg)
+            raise self.refusal(msg)
+        self.room -= 1
         self.got.append((method, name))
 
     async def ask_host(self, method: str, *args: Any) -> Any:
@@ -170,6 +185,45 @@ def test_an_id_that_was_aborted_is_given_again_only_after_vllm_has_let_go_of_it(
     run(test)
 
 
+async def _thaw(made: Made) -> None:
+    """Let the replica be at a thaw that the host has not answered."""
+    made.replica.close("pause")
+    await _turns()
+    await made.host.answer("freeze")
+    made.replica.reopen("pause")
+    await _turns()
+
+
+async def _abort(made: Made) -> None:
+    """Let it be at an abort that the host has not answered."""
+    made.add("z")
+    made.replica.abort("z")
+    await _turns()
+
+
+@pytest.mark.parametrize("order", [_thaw, _abort])
+def test_an_id_that_is_aborted_during_an_order_goes_again_only_after_its_abort_and_holds_no_other_back(
+    order: Callable[[Made], Awaitable[None]],
+) -> None:
+    async def test(made: Made) -> None:
+        made.add("a")
+        await order(made)
+        before = len(made.host.got)
+        assert made.replica.abort("a")
+        made.add("a")
+        made.add("b")
+        await made.host.answer(order.__name__.removeprefix("_"))
+        made.host.say([news("a", 5)], None)  # of the one before
+        assert made.outputs["a"] == []
+        assert made.host.got[before:] == [("submit", "b"), ("abort", ["a"])]
+        await made.host.answer("abort")
+        assert made.host.got[before + 2 :] == [("submit", "a")]
+        made.host.say([news("a", 7, ends=True)], None)
+        assert [one.token_ids for one in made.outputs["a"]] == [[7]]
+
+    run(test)
+
+
 def test_the_host_hears_how_often_news_were_taken() -> None:
     async def test(made: Made) -> None:
         made.add("a")
@@ -182,15 +236,66 @@ def test_the_host_hears_how_often_news_were_taken() -> None:
     run(test)
 
 
-def test_a_request_without_form_ends_alone() -> None:
+@pytest.mark.parametrize("refusal", [ArgumentError, OSError])
+def test_a_request_that_can_not_be_sent_ends_alone(refusal: type[Exception]) -> None:
     async def test(made: Made) -> None:
-        made.host.refuses = "b"
+        made.host.refuses, made.host.refusal = "b", refusal
         for name in "abc":
             made.add(name)
         assert made.host.got == [("submit", "a"), ("submit", "c")]
         (end,) = made.outputs["b"]
         assert end.state == RequestState.FAILED
         assert "b has no form; vLLM was not asked" in str(end.error)
+        assert made.failures == []
+
+    run(test)
+
+
+def test_no_more_is_sent_than_the_host_takes_and_the_rest_is_queued() -> None:
+    async def test(made: Made) -> None:
+        made.host.room = 2
+        for name in "abcdef":
+            made.add(name)
+        await _turns()
+        assert made.host.got == [("submit", "a"), ("submit", "b")]
+        assert (made.replica.scheduler.running, made.replica.scheduler.queued) == (2, 4)
+        assert made.replica.abort("d")
+        assert made.outputs["d"][-1].state == RequestState.ABORTED
+        made.host.make_room(1)
+        await _turns()
+        assert made.host.got[2:] == [("submit", "c")]
+        made.host.make_room(10)
+        await _turns()
+        assert made.host.got[3:] == [("submit", "e"), ("submit", "f")]
+        made.add("g")
+        assert made.host.got[5:] == [("submit", "g")]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        ("stop", RequestState.FINISHED),
+        ("length", RequestState.FINISHED),
+        ("repetition", RequestState.FINISHED),
+        ("abort", RequestState.ABORTED),
+        ("error", RequestState.FAILED),
+    ],
+)
+def test_only_what_vllm_wrote_to_the_end_is_finished(reason: str, state: RequestState) -> None:
+    async def test(made: Made) -> None:
+        made.add("a")
+        made.host.say([news("a", 5)], None)
+        made.host.say([TextOutput(request_id="a", token_ids=(6,), finish_reason=reason)], None)
+        end = made.outputs["a"][-1]
+        assert (end.final, end.state) == (True, state)
+        assert (end.error is not None) == (state == RequestState.FAILED)
+        if state == RequestState.FAILED:
+            assert "request a" in str(end.error)
+        else:
+            assert (end.token_ids, end.finish_reason) == ([5, 6], reason)
+        assert made.replica.drained
         assert made.failures == []
 
     run(test)

@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
+from omni_notebook.executors import hosted
 from tests.engine.engine_helpers import reset
+from tests.vllm.asking_host import ASKING
 from tests.vllm.models import random_llama
 
 if TYPE_CHECKING:
@@ -47,11 +49,13 @@ def other_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_two(llama: Path) -> Iterator[AsyncOmni]:
-    """The random Llama on two ranks, with adapters."""
-    with AsyncOmni(
-        str(llama), runtime="vllm", tensor_parallel_size=2, engine_args={**SMALL, "enable_lora": True}
-    ) as two:
-        yield two
+    """The random Llama on two ranks, with adapters; its vLLM can be asked behind its stage's back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosted, "HOST", ASKING)
+        with AsyncOmni(
+            str(llama), runtime="vllm", tensor_parallel_size=2, engine_args={**SMALL, "enable_lora": True}
+        ) as two:
+            yield two
 
 
 @pytest.fixture

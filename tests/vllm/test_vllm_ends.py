@@ -110,6 +110,25 @@ def test_a_step_that_raises_fails_the_stage_and_everybody_hears_why(
         asyncio.run(scenario())
 
 
+def test_an_engine_core_of_one_rank_that_hangs_is_replaced_at_the_deadline_and_its_request_goes_on(
+    before: Left, llama: Path
+) -> None:
+    engine = AsyncOmni(str(llama), runtime="vllm", engine_args=SMALL)
+
+    async def scenario() -> None:
+        asked = {"prompt": {"prompt_token_ids": [5] * 40}, "sampling_params": {"max_tokens": 600}}
+        golden = (await collect(engine, **asked))[-1].outputs[0].token_ids
+        running = asyncio.create_task(collect(engine, **asked))
+        await until(lambda: engine.status().stages[0].running == 1)
+        os.kill(engine.status().stages[0].ranks[0].pid, signal.SIGSTOP)
+        await engine.restart(0, timeout=2)
+        assert (await running)[-1].outputs[0].token_ids == golden
+
+    with engine:
+        asyncio.run(scenario())
+    asyncio.run(until(lambda: before.since() == NOTHING))
+
+
 def test_a_host_that_is_killed_leaves_nothing_and_a_restart_serves_again(pair: AsyncOmni) -> None:
     async def scenario() -> None:
         golden = (await collect(pair, output_modalities="text"))[-1].text
@@ -207,6 +226,26 @@ def test_a_start_that_fails_says_the_root_cause_and_leaves_nothing(
     with pytest.raises(ConfigError, match=message):
         AsyncOmni(model, runtime="vllm", engine_args={**SMALL, **arguments})
     asyncio.run(until(lambda: before.since() == NOTHING))
+
+
+def test_a_restart_that_fails_leaves_nothing_and_the_next_one_serves(before: Left, tmp_path: Path) -> None:
+    engine = AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL)
+
+    async def scenario() -> None:
+        golden = (await collect(engine))[-1].text
+        folder = shutil.copytree(THINKER, tmp_path / "gone")
+        await engine.load_weights(0, str(folder))
+        shutil.rmtree(folder)
+        with pytest.raises(ConfigError, match="gone"):
+            await engine.restart(0)
+        await until(lambda: before.since() == NOTHING)
+        assert str(engine.status().stages[0].state) == "FAILED"
+        shutil.copytree(THINKER, folder)
+        await engine.restart(0)
+        assert (await collect(engine))[-1].text == golden
+
+    with engine:
+        asyncio.run(scenario())
 
 
 class Enough(Exception):  # noqa: N818  (a wish, not an error)

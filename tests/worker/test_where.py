@@ -42,6 +42,14 @@ def test_a_vllm_stage_takes_no_numbers(device, monkeypatch):
     assert StageConfig(**options, device="rocm").device == "rocm"
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "rocm", "xpu", "npu"])
+def test_a_vllm_stage_is_never_in_this_process(device, monkeypatch):
+    monkeypatch.setattr("omni_notebook.config.has_vllm", lambda: True)
+    monkeypatch.setattr("omni_notebook.config.has_cuda", lambda: False)
+    assert StageConfig(kind="ar", model="a/b", runtime="vllm", device=device).executor_name == "mp"
+    assert StageConfig(kind="ar", model="a/b", runtime="torch").executor_name == "uni"
+
+
 def test_several_ranks_need_as_many_devices_or_one_name_for_all():
     with pytest.raises(UnsupportedError, match="tensor_parallel_size needs several"):
         stage(device="cuda:0", tensor_parallel_size=2)

@@ -57,6 +57,8 @@ class RankLink:
     ) -> None:
         self.where = where
         self.error: OmniError | None = None
+        self.on_room: Callable[[], None] = lambda: None
+        self.on_read: Callable[[], None] = lambda: None
         self.statuses: tuple[RankStatus, ...] = (unseen(where, device),)
         self._loop = loop
         self._on_death = on_death
@@ -83,6 +85,11 @@ class RankLink:
         return self.error is not None
 
     # ---------------------------------------------------------------------------------- sending
+
+    @property
+    def has_room(self) -> bool:
+        """Whether no frame waits here, each big one with an open file; `on_room` is called when none does any more."""
+        return not self._outbox
 
     def ask(self, number: int, packet: Packet, waiting: Waiting) -> None:
         """Send a frame whose answer carries `number`."""
@@ -127,10 +134,15 @@ class RankLink:
     def _writable(self) -> None:
         if self._flush():
             self._loop.remove_writer(self._process.socket)
+            self.on_room()
 
     # -------------------------------------------------------------------------------- receiving
 
     def _readable(self) -> None:
+        self._read()
+        self.on_read()
+
+    def _read(self) -> None:
         for _ in range(FRAMES_A_TURN):
             try:
                 frame = self._receiver.receive()

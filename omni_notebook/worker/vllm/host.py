@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_notebook.errors import ConfigError, UnsupportedError
+from omni_notebook.errors import ConfigError
 from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.vllm import engine, leftovers
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import RankStatus
     from omni_notebook.worker.reports import WorkerSpec
 
-ASKABLE = frozenset({"is_paused", "is_sleeping", "list_loras", "sleep", "wake_up"})
 _ADAPTER_ORDERS: dict[str, Callable[[engine.Adapters, Any], Awaitable[None]]] = {
     "prepare_lora": engine.Adapters.prepare,
     "commit_lora": engine.Adapters.add,
@@ -217,22 +216,6 @@ class VllmHost:
         """VLLM's own sleep has paused its scheduler before a rank refused it: let it go on, unless we stopped it."""
         if not self._frozen:
             await self._llm.resume_generation()
-
-    def ask_vllm(self, method: str, arguments: list[Any]) -> Future[Any]:
-        """Call one of `ASKABLE` on `AsyncLLM` itself.
-
-        Raises:
-            UnsupportedError: another method.
-        """
-        if method not in ASKABLE:
-            msg = f"AsyncLLM.{method} is not asked from outside; {', '.join(sorted(ASKABLE))} are"
-            raise UnsupportedError(msg)
-        return self._go(self._plain(getattr(self._llm, method)(*arguments)))
-
-    @staticmethod
-    async def _plain(work: Coroutine[Any, Any, Any]) -> Any:
-        answer = await work
-        return sorted(answer) if isinstance(answer, set) else answer
 
     async def _after(self, method: str) -> None:
         """Give up the caches: before memory goes those that take some, with an adapter what was computed with it.

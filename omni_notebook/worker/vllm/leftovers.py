@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -25,6 +26,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory is, 
 _LOOK_S = 0.2
 _PASS_S = 0.01
 _END_S = 10.0
+_TRACKER_S = 2.0
 
 
 class Leftovers:
@@ -99,10 +101,19 @@ def main() -> None:
 
 
 def stop_tracker() -> None:
-    """Let this process's resource tracker remove what is registered there, and wait until it has."""
+    """Let this process's resource tracker remove what is registered there, and wait until it has, but not for ever.
+
+    It ends with the last process that has its pipe, and the kernel may hold one of those that were killed.
+    """
     tracker: Any = resource_tracker._resource_tracker  # noqa: SLF001  (no public way)
-    with contextlib.suppress(ChildProcessError):
-        tracker._stop()  # noqa: SLF001
+
+    def stop() -> None:
+        with contextlib.suppress(ChildProcessError):
+            tracker._stop()  # noqa: SLF001
+
+    stopping = threading.Thread(target=stop, name="tracker", daemon=True)
+    stopping.start()
+    stopping.join(_TRACKER_S)
 
 
 def _members(group: int) -> list[int]:

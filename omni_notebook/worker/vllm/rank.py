@@ -88,7 +88,8 @@ class VllmRank(ControlOrders):
             stage = self._where.stage_id
             msg = (
                 f"vLLM's own {name}() was called under stage {stage}, whose memory has other books; it was refused, "
-                f"nothing changed. Call sleep(stage_ids=[{stage}]) or wake_up(stage_ids=[{stage}]) of the engine"
+                f"memory is as it was, and only requests that vLLM had ended before it asked are lost. Call "
+                f"sleep(stage_ids=[{stage}]) or wake_up(stage_ids=[{stage}]) of the engine"
             )
             error = UnsupportedError(msg)
             self._link.send(RankReply(UNASKED, self._where.rank, b"", describe(error)))
@@ -116,8 +117,9 @@ class VllmRank(ControlOrders):
             return order(*msgspec.msgpack.decode(arguments, type=signature(method).args))
 
     def sample(self) -> None:
-        """Send this rank's memory, if the host still listens; any thread."""
-        self._link.send(RankSample(self.memory()), news_only=True)
+        """Send this rank's memory, if it can be measured and the host still listens; any thread, never raises."""
+        with contextlib.suppress(Exception):  # neither an answer nor the thread that measures may end with it
+            self._link.send(RankSample(self.memory()), news_only=True)
 
     def memory(self) -> RankStatus:
         """This rank's memory, measured now; any thread, never waits."""
@@ -292,7 +294,6 @@ def _tick(tick: Callable[[], None]) -> None:
     def run() -> None:
         while True:
             time.sleep(TICK_S)
-            with contextlib.suppress(Exception):  # a measurement that fails must not end the thread
-                tick()
+            tick()
 
     threading.Thread(target=run, name="omni-memory", daemon=True).start()

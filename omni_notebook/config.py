@@ -87,6 +87,10 @@ _TAKEN = {
     "prefill_context_parallel_size": "is not supported; use tensor_parallel_size=",
     "nnodes": "is not supported: all ranks are on this machine",
     "data_parallel_size": "is not supported; use num_replicas=",
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"),
+        "is not supported: after a load of weights requests could be answered from what other weights had computed",
+    ),
 }
 _OURS = "is set by this package; leave it out"
 VLLM_ARGS_OF_OURS = frozenset({*_TAKEN, "worker_extension_cls", "enable_sleep_mode", "logits_processors"})

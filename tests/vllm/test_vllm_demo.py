@@ -152,6 +152,9 @@ def test_what_can_not_run_on_vllm_is_refused_before_anything_starts(options: dic
         ("prefill_context_parallel_size", "use tensor_parallel_size="),
         ("worker_extension_cls", "set by this package"),
         ("model", "use model="),
+        ("kv_transfer_config", "other weights had computed"),
+        ("kv_offloading_size", "other weights had computed"),
+        ("ec_transfer_config", "other weights had computed"),
     ],
 )
 def test_engine_args_do_not_take_what_is_the_stage_s(key: str, message: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -206,3 +208,10 @@ def test_what_vllm_could_not_clear_is_not_left_to_answer_from(serve: Callable[..
         await ask(executor)
 
     serve(FORGETFUL, test, list[TextOutput])
+
+
+def test_a_host_loads_no_torch_before_the_environment_is_set_that_torch_reads() -> None:
+    module = hosted.HOST.partition(":")[0]
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -161,13 +161,11 @@ def makes_weights_up(llm: Any) -> bool:
 
 def folder_of(llm: Any) -> Path:
     """The folder of the checkpoint that vLLM has loaded."""
-    name = llm.vllm_config.model_config.model
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download  # noqa: PLC0415  (vLLM has it; a local folder does not need it)
+    from omni_notebook.models import vllm_folders  # noqa: PLC0415  (after the environment, which torch reads too)
 
-    revision = llm.vllm_config.model_config.revision
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    config = llm.vllm_config
+    cache = config.load_config.download_dir
+    return vllm_folders.folder_of(config.model_config.model, revision=config.model_config.revision, cache=cache)
 
 
 class Adapters:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 EXTENSION = "omni_notebook.worker.vllm.extension.OmniWorkerExtension"
 GRAMMAR = "omni_notebook.worker.vllm.grammar:PlanGrammarProcessor"
+GENERATED = "omni_generated"
+"""The extra argument of a request that says how many tokens at its prompt's end were generated before a restart."""
 CPU_KV_BYTES = 1024 * MIB
 """A CPU's KV cache where nobody says how large it shall be; vLLM would take most of the machine."""
 ADAPTERS_KEPT = 100_000
@@ -219,6 +221,7 @@ def generate(llm: Any, request: TextRequest) -> AsyncIterator[Any]:
         top_k=request.top_k,
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),
+        extra_args={GENERATED: len(request.generated)} if request.generated else None,
         output_kind=RequestOutputKind.DELTA,
     )
     prompt: Any = request.prompt

@@ -87,6 +87,10 @@ _TAKEN = {
     "prefill_context_parallel_size": "is not supported; use tensor_parallel_size=",
     "nnodes": "is not supported: all ranks are on this machine",
     "data_parallel_size": "is not supported; use num_replicas=",
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"),
+        "is not supported: after a load of weights requests could be answered from what other weights had computed",
+    ),
 }
 _OURS = "is set by this package; leave it out"
 VLLM_ARGS_OF_OURS = frozenset({*_TAKEN, "worker_extension_cls", "enable_sleep_mode", "logits_processors"})
@@ -96,6 +100,10 @@ _WHERE = {
     "vllm": "vLLM stages take 'auto', 'cpu', 'cuda', 'rocm', 'xpu' or 'npu'; which GPUs, CUDA_VISIBLE_DEVICES says",
 }
 _ONE_GPU = " is one GPU, tensor_parallel_size needs several: write device='cuda', or name them in devices"
+_SAME_GPUS = (
+    "vLLM starts all replicas of a stage on the same GPUs; start an engine each, with CUDA_VISIBLE_DEVICES set, or let "
+    "them share: gpu_memory_utilization="
+)
 _NO_PEERS = ": ranks that hold one model together need a GPU each, named by its number ('cuda:0'), or are all on 'cpu'"
 _NO_DIFFUSERS = "diffusers is not installed here; pip install 'omni-notebook[diffusers]'"
 _NO_STEPS = "step_execution is for this package's own DiT: a diffusers pipeline runs its own loop over the steps"
@@ -243,11 +251,24 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"devices={list(self.devices)}: name one for each of tensor_parallel_size={self.tensor_parallel_size}",
             ),
             (not _are_peers(self.devices), f"devices={list(self.devices)}{_NO_PEERS}"),
+            (
+                self._crowds_a_gpu,
+                f"num_replicas={self.num_replicas}: {_SAME_GPUS}{100 // self.num_replicas / 100} or less",
+            ),
         )
         for wrong, why in cases:
             if wrong:
                 msg = f"stage {self.name or self.model}: {why}; nothing was started"
                 raise UnsupportedError(msg)
+
+    @property
+    def _crowds_a_gpu(self) -> bool:
+        """Whether vLLM's replicas, of which each begins at the first GPU, want more of it than there is."""
+        if self.runtime_name != "vllm" or "kv_cache_memory_bytes" in self.engine_args:
+            return False
+        share = self.engine_args.get("gpu_memory_utilization", self.gpu_memory_utilization)
+        on_gpu = self._is_on_gpu or self.device not in {"auto", "cpu"}
+        return on_gpu and isinstance(share, float | int) and share * self.num_replicas > 1
 
     @property
     def _where(self) -> str:

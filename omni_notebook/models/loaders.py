@@ -49,19 +49,24 @@ def checkpoint_files(folder: str | Path, stem: str = STEM) -> list[Path]:
     if not (path / index).is_file():
         msg = f"{path}: neither {single} nor {index} is there"
         raise ConfigError(msg)
-    table = read_object(path / index).get("weight_map")
+    return indexed_files(path / index)
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """Return the files that a checkpoint's index names, in order of name; raise ConfigError if one is missing."""
+    table = read_object(index).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-        msg = f"{path / index}: weight_map is missing or is no table of file names"
+        msg = f"{index}: weight_map is missing or is no table of file names"
         raise ConfigError(msg)
     names = sorted(set(table.values()))
     for name in names:
         if Path(name).name != name:
-            msg = f"{path / index}: {name!r} lies outside the model folder"
+            msg = f"{index}: {name!r} lies outside the model folder"
             raise ConfigError(msg)
-        if not (path / name).is_file():
-            msg = f"{path / name}: no such file, but {index} names it"
+        if not (index.parent / name).is_file():
+            msg = f"{index.parent / name}: no such file, but {index.name} names it"
             raise ConfigError(msg)
-    return [path / name for name in names]
+    return [index.parent / name for name in names]
 
 
 def read_metadata(folder: str | Path) -> dict[str, str]:

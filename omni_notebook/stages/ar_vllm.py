@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.config import GRAMMAR_FILE
 from omni_notebook.errors import ArgumentError
-from omni_notebook.models.loaders import checkpoint_shapes
+from omni_notebook.models.loaders import shapes_of
 from omni_notebook.models.tokenizer import TextTokenizer, printable
+from omni_notebook.models.vllm_folders import files_that_vllm_reads, folder_of
 from omni_notebook.stages.vllm_scheduler import TextPrompt, VllmScheduler
 
 if TYPE_CHECKING:
@@ -33,17 +34,18 @@ class ArVllmModel:
     unadaptable: str | None = None
 
     def __init__(self, config: StageConfig) -> None:
-        folder = Path(config.model)
-        ours = (folder / GRAMMAR_FILE).is_file()
-        self._folder = folder if config.engine_args.get("enable_lora") else None
-        self._tokenizer = TextTokenizer.load(folder) if ours else None
+        ours = (Path(config.model) / GRAMMAR_FILE).is_file()
+        self._config = config
+        self._tokenizer = TextTokenizer.load(config.model) if ours else None
 
     @functools.cached_property
     def adaptable(self) -> dict[str, tuple[int, int]]:
-        """See `StageModel.adaptable`; none where vLLM was not started with `enable_lora`."""
-        if self._folder is None:
+        """See `StageModel.adaptable`; none where vLLM was not started with `enable_lora`, else vLLM has the files."""
+        arguments = self._config.engine_args
+        if not arguments.get("enable_lora"):
             return {}
-        found = {name: shape for name, (_, shape) in checkpoint_shapes(self._folder).items()}
+        folder = folder_of(self._config.model, revision=arguments.get("revision"), cache=arguments.get("download_dir"))
+        found = {name: shape for name, (_, shape) in shapes_of(files_that_vllm_reads(folder, "hf")).items()}
         return {
             name.removesuffix(".weight"): (shape[0], shape[1])
             for name, shape in found.items()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_notebook.worker.vllm import engine
 from omni_notebook.worker.vllm.host import VllmHost
+from omni_notebook.worker.vllm.wire import RankReply, packed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ TALKING = "tests.executors.talking_host:TalkingHost"
 HANGING = "tests.executors.talking_host:HangingHost"
 HELD = "tests.executors.talking_host:HeldHost"
 BARE = "tests.executors.talking_host:BareHost"
+FORGETFUL = "tests.executors.talking_host:ForgetfulHost"
 
 
 class TalkingHost:
@@ -103,6 +105,31 @@ class HeldHost(BareHost):
     def fall(self) -> None:
         """A rank of this host's ends by itself, after the answer."""
         self._loop.call_later(0.05, self._ended_with, 1, "rank 0")
+
+
+class ForgetfulHost(BareHost):
+    """The real host; its one rank does as it is told, and its engine clears its caches, or says that it did not."""
+
+    async def _start(self) -> None:
+        await super()._start()
+        self._clears = True
+        self._llm.collective_rpc = self._do
+        self._llm.reset_prefix_cache = self._clear
+        for name in ("reset_mm_cache", "reset_encoder_cache", "resume_generation"):
+            setattr(self._llm, name, self._llm.pause_generation)
+        self._llm.remove_lora = self._forget
+
+    async def _do(self, _method: str, args: tuple[int, str, bytes]) -> None:
+        self._heard(RankReply(args[0], 0, packed(None), None))
+
+    async def _forget(self, _lora_int_id: int) -> bool:
+        return True
+
+    async def _clear(self, **_known: Any) -> bool:
+        return self._clears
+
+    def clears(self, value: bool) -> None:
+        self._clears = value
 
 
 class _Nothing:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from omni_notebook.errors import ArgumentError, DeadlineError, EngineClosedError, RemoteWorkerError, WorkerDiedError
+from omni_notebook.errors import (
+    ArgumentError,
+    DeadlineError,
+    EngineClosedError,
+    OmniError,
+    RemoteWorkerError,
+    WorkerDiedError,
+)
 from omni_notebook.executors import hosted
-from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput, TextRequest
+from omni_notebook.worker.vllm.wire import NEWS_AHEAD, TextOutput, TextRequest, packed
 from tests.executors.executor_helpers import fds, make_specs, until
-from tests.executors.talking_host import BARE, HANGING, HELD, TALKING
+from tests.executors.talking_host import BARE, FORGETFUL, HANGING, HELD, TALKING
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -239,3 +248,30 @@ def test_a_prompt_of_text_comes_back_as_ids_and_one_of_ids_does_not(serve: Calla
         assert (found["text"].prompt_token_ids, found["text"].cached_tokens) == ((1,), 0)
 
     serve(BARE, test, list[TextOutput])
+
+
+@pytest.mark.parametrize("order", ["prepare_sleep", "remove_lora", "thaw"])
+def test_what_vllm_could_not_clear_is_not_left_to_answer_from(serve: Callable[..., None], order: str) -> None:
+    async def ask(executor: hosted.HostedExecutor) -> None:
+        if order == "thaw":
+            await executor.ask_host("thaw", True)
+        else:
+            await executor.ask_host("order", order, packed((1,)), None)
+
+    async def test(executor: hosted.HostedExecutor, _heard: Heard) -> None:
+        await executor.ask_host("start")
+        await ask(executor)
+        executor.tell_host("clears", False)
+        with pytest.raises(OmniError, match="could not clear its prefix cache"):
+            await ask(executor)
+        executor.tell_host("clears", True)
+        await ask(executor)
+
+    serve(FORGETFUL, test, list[TextOutput])
+
+
+def test_a_host_loads_no_torch_before_the_environment_is_set_that_torch_reads() -> None:
+    module = hosted.HOST.partition(":")[0]
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from omni_notebook.models.decoder import Decoder, DecoderConfig
 
@@ -48,4 +48,18 @@ def random_llama(folder: Path, seed: int, **changes: object) -> Path:
     }
     state["lm_head.weight"][config["eos_token_id"]] = 0.0
     save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def of_a_type_that_does_not_load(folder: Path, name: str) -> Path:
+    """Give a tensor of a folder a type that fits by its name and shape, and that no loader can copy to its place."""
+    header: dict[str, dict[str, object]] = {}
+    written = bytearray()
+    for key, value in load_file(folder / "model.safetensors").items():
+        data = value.numpy().tobytes()[: value.numel() // 2 if key == name else None]
+        offsets = [len(written), len(written) + len(data)]
+        header[key] = {"dtype": "F4" if key == name else "F32", "shape": list(value.shape), "data_offsets": offsets}
+        written += data
+    table = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(table).to_bytes(8, "little") + table + written)
     return folder

@@ -17,10 +17,12 @@ import omni_notebook as omni
 from omni_notebook.config import DEMO_FOLDER
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ArgumentError, ConfigError, UnsupportedError
-from tests.engine.engine_helpers import collect, golden
+from tests.engine.engine_helpers import PARAMS, collect, golden
 from tests.vllm.conftest import SMALL
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from omni_notebook.protocol import OmniRequestOutput
 
 PROMPTS = (
@@ -63,6 +65,30 @@ def test_the_picture_is_the_same_after_both_stages_slept(demo: AsyncOmni, levels
             assert [ack.status for ack in acks] == ["SUCCESS"]
         assert [ack.status for ack in await demo.wake_up()] == ["SUCCESS"] * 2
         assert await golden(demo) == before
+
+    asyncio.run(scenario())
+
+
+async def in_mid_plan(engine: AsyncOmni, prompt: str) -> AsyncIterator[OmniRequestOutput]:
+    """A request that has some of its tokens; all is paused."""
+    for _ in range(20):
+        news = engine.generate(prompt, sampling_params=PARAMS, output_modalities="text")
+        await anext(news)
+        await engine.pause_generation(mode="keep")
+        if engine.status().stages[0].running:
+            return news
+        await engine.resume_generation()
+    pytest.fail("every plan was whole before the pause")
+
+
+def test_a_restart_in_mid_plan_ends_in_the_same_plan(demo: AsyncOmni) -> None:
+    async def scenario() -> None:
+        whole = (await collect(demo, PROMPTS[-1], output_modalities="text"))[-1]
+        news = await in_mid_plan(demo, PROMPTS[-1])
+        await demo.restart(0)
+        await demo.resume_generation()
+        last = [out async for out in news][-1]
+        assert (last.outputs[0].token_ids, last.text) == (whole.outputs[0].token_ids, whole.text)
 
     asyncio.run(scenario())
 
@@ -152,6 +178,9 @@ def test_what_can_not_run_on_vllm_is_refused_before_anything_starts(options: dic
         ("prefill_context_parallel_size", "use tensor_parallel_size="),
         ("worker_extension_cls", "set by this package"),
         ("model", "use model="),
+        ("kv_transfer_config", "other weights had computed"),
+        ("kv_offloading_size", "other weights had computed"),
+        ("ec_transfer_config", "other weights had computed"),
     ],
 )
 def test_engine_args_do_not_take_what_is_the_stage_s(key: str, message: str) -> None:

@@ -13,20 +13,31 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from omni_notebook.errors import AsleepError, ConfigError, SleepError, StageBusyError, UnsupportedError, WakeError
+from omni_notebook.config import DEMO_FOLDER
+from omni_notebook.engine.async_omni import AsyncOmni
+from omni_notebook.errors import (
+    AsleepError,
+    ConfigError,
+    NeedsWeightsError,
+    SleepError,
+    StageBusyError,
+    UnsupportedError,
+    WakeError,
+)
 from omni_notebook.memory.platforms import describe_platforms
 from omni_notebook.protocol import MIB, LoRARequest
 from omni_notebook.worker.vllm.versions import vllm_version
 from tests import adapters
 from tests.engine.engine_helpers import until
-from tests.vllm.models import random_llama
+from tests.vllm.conftest import SMALL
+from tests.vllm.models import of_a_type_that_does_not_load, random_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from omni_notebook.engine.async_omni import AsyncOmni
     from omni_notebook.protocol import OmniRequestOutput
 
 PROMPT = {"prompt_token_ids": list(range(3, 303))}  # more than two blocks of the cache
@@ -235,6 +246,10 @@ def test_a_restart_keeps_the_weights_that_were_loaded_last(two: AsyncOmni, llama
     asyncio.run(scenario())
 
 
+LAST_OF_THREE = "model.layers.0.self_attn.v_proj.weight"
+"""vLLM puts it into one parameter with two others, which it reads before."""
+
+
 def _truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
@@ -244,6 +259,7 @@ TAMPER: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda folder: _truncate(folder / "model.safetensors"), "not a whole safetensors file"),
     "of another shape": (lambda folder: random_llama(folder, seed=3, intermediate_size=768), "mlp.* has shape"),
     "of other values": (lambda folder: random_llama(folder, seed=3), "its checksum differs"),
+    "of another type": (lambda folder: of_a_type_that_does_not_load(folder, LAST_OF_THREE), "AssertionError"),
 }
 
 
@@ -269,6 +285,80 @@ def test_a_checkpoint_that_changes_while_its_weights_are_gone_is_named_and_the_o
         await two.load_weights(0, str(llama))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_load_that_breaks_off_half_way_leaves_the_next_one_whole(
+    two: AsyncOmni, llama: Path, other_llama: Path, tmp_path: Path, times: int
+) -> None:
+    broken = of_a_type_that_does_not_load(random_llama(tmp_path, seed=3), LAST_OF_THREE)
+
+    async def scenario() -> None:
+        golden = await tokens(two)
+        await two.load_weights(0, str(other_llama))
+        changed, version = await tokens(two), two.status().stages[0].weight_version
+        residual = max(ack.metadata["residual_bytes"] for ack in await two.sleep([0], level=2))
+        await two.wake_up([0])
+        for _ in range(times):
+            with pytest.raises(NeedsWeightsError, match=f"could not load {broken}"):
+                await two.load_weights(0, str(broken))
+        await two.load_weights(0, str(other_llama))
+        assert two.status().stages[0].weight_version == version
+        assert await tokens(two) == changed != golden
+        acks = await two.sleep([0], level=2)  # what sleeps is what computes
+        assert all(ack.metadata["residual_bytes"] < residual + 8 * MIB for ack in acks)
+        await two.wake_up([0])
+        assert await tokens(two) == changed
+        await two.load_weights(0, str(llama))
+        assert await tokens(two) == golden
+
+    asyncio.run(scenario())
+
+
+def _without(folder: Path, name: str) -> Path:
+    """A checkpoint that lacks a tensor."""
+    state = load_file(random_llama(folder, seed=1) / "model.safetensors")
+    del state[name]
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def test_weights_from_no_file_give_way_to_a_folder_s_which_are_kept(llama: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("wide", "short", "thin")]
+    for folder in folders:
+        folder.mkdir()
+    wide = random_llama(folders[0], seed=3, intermediate_size=768)
+    lacking = {
+        "layers.3.mlp.down_proj": _without(folders[1], "model.layers.3.mlp.down_proj.weight"),
+        "layers.0.self_attn.qkv_proj": _without(folders[2], LAST_OF_THREE),
+    }
+
+    async def scenario() -> None:
+        made_up = await tokens(dummy)
+        with pytest.raises(SleepError, match="came from no checkpoint path"):
+            await dummy.sleep([0], level=2, discard=False)
+        with pytest.raises(ConfigError, match="its intermediate_size is 768, not 512"):
+            await dummy.load_weights(0, str(wide))
+        assert await tokens(dummy) == made_up
+        for name, folder in lacking.items():
+            with pytest.raises(NeedsWeightsError, match=f"could not load {folder}: .* lacks .*{name}"):
+                await dummy.load_weights(0, str(folder))
+        await dummy.load_weights(0, str(llama))
+        assert await tokens(dummy) == golden != made_up
+        await dummy.sleep([0], level=2)
+        await dummy.wake_up([0])
+        assert await tokens(dummy) == golden
+        with pytest.raises(ConfigError, match=r"mlp.* has shape"):
+            await dummy.load_weights(0, str(wide))
+        await dummy.restart(0)
+        assert await tokens(dummy) == golden
+
+    plain = shutil.copytree(llama, tmp_path / "plain")
+    shutil.copy(DEMO_FOLDER / "thinker" / "tokenizer.json", plain)  # which our own runtime needs, for prompts of text
+    with AsyncOmni(str(plain), runtime="torch") as ours:
+        golden = asyncio.run(tokens(ours))
+    with AsyncOmni(str(llama), runtime="vllm", engine_args={**SMALL, "load_format": "dummy"}) as dummy:
+        asyncio.run(scenario())
 
 
 def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(two: AsyncOmni) -> None:
@@ -311,13 +401,23 @@ def test_a_host_that_hangs_ends_the_order_by_the_order_s_name_and_all_goes_on_af
     asyncio.run(scenario())
 
 
-def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, tmp_path: Path) -> None:
-    wide = random_llama(tmp_path, seed=3, intermediate_size=768)
+def test_weights_that_do_not_fit_change_nothing(two: AsyncOmni, other_llama: Path, tmp_path: Path) -> None:
+    wide, twice, junk = (tmp_path / name for name in ("wide", "twice", "junk"))
+    wide.mkdir()
+    random_llama(wide, seed=3, intermediate_size=768)
+    for folder in (twice, junk):
+        shutil.copytree(other_llama, folder)
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.ones(256, 256)}, twice / "a.safetensors")
+    (junk / "b.safetensors").write_bytes(b"junk" * 100)
 
     async def scenario() -> None:
         golden = await tokens(two)
         with pytest.raises(ConfigError, match=r"mlp.* has shape"):
             await two.load_weights(0, str(wide))
+        with pytest.raises(ConfigError, match=r"q_proj.weight is also in a.safetensors"):
+            await two.load_weights(0, str(twice))
+        with pytest.raises(ConfigError, match=r"b.safetensors: not a whole safetensors file"):
+            await two.load_weights(0, str(junk))
         with pytest.raises(UnsupportedError, match="checkpoint folder"):
             await two.load_weights(0, {"lm_head.weight": torch.zeros(512, 256)})
         assert await tokens(two) == golden

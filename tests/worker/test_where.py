@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from omni_notebook.config import DEMO_FOLDER, StageConfig
@@ -48,6 +50,27 @@ def test_a_vllm_stage_is_never_in_this_process(device, monkeypatch):
     monkeypatch.setattr("omni_notebook.config.has_cuda", lambda: False)
     assert StageConfig(kind="ar", model="a/b", runtime="vllm", device=device).executor_name == "mp"
     assert StageConfig(kind="ar", model="a/b", runtime="torch").executor_name == "uni"
+
+
+@pytest.mark.parametrize("gpu", [{"device": "cuda"}, {"device": "rocm"}, {"device": "auto"}])
+@pytest.mark.parametrize("replicas", [2, 3, 6])
+def test_replicas_of_vllm_which_all_begin_at_the_first_gpu_start_only_where_they_fit_on_it(gpu, replicas, monkeypatch):
+    for has in ("has_vllm", "has_cuda"):
+        monkeypatch.setattr(f"omni_notebook.config.{has}", lambda: True)
+    options = {"kind": "ar", "model": "a/b", "runtime": "vllm", "num_replicas": replicas}
+    with pytest.raises(UnsupportedError, match=r"on the same GPUs; .*gpu_memory_utilization=") as refused:
+        StageConfig(**options, **gpu)
+    share = float(re.search(r"=([\d.]+) or less", str(refused.value))[1])
+    with pytest.raises(UnsupportedError, match="on the same GPUs"):
+        StageConfig(**options, **gpu, gpu_memory_utilization=share, engine_args={"gpu_memory_utilization": share + 0.1})
+    for fits in (
+        {"gpu_memory_utilization": share},
+        {"engine_args": {"gpu_memory_utilization": share}},
+        {"engine_args": {"kv_cache_memory_bytes": 1}},
+        {"device": "cpu"},
+        {"num_replicas": 1},
+    ):
+        assert StageConfig(**{**options, **gpu, **fits}).model == "a/b"
 
 
 def test_several_ranks_need_as_many_devices_or_one_name_for_all():

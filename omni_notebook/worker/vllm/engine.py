@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 EXTENSION = "omni_notebook.worker.vllm.extension.OmniWorkerExtension"
 GRAMMAR = "omni_notebook.worker.vllm.grammar:PlanGrammarProcessor"
+GENERATED = "omni_generated"
+"""The extra argument of a request that says how many tokens at its prompt's end were generated before a restart."""
 CPU_KV_BYTES = 1024 * MIB
 """A CPU's KV cache where nobody says how large it shall be; vLLM would take most of the machine."""
 ADAPTERS_KEPT = 100_000
@@ -161,13 +163,11 @@ def makes_weights_up(llm: Any) -> bool:
 
 def folder_of(llm: Any) -> Path:
     """The folder of the checkpoint that vLLM has loaded."""
-    name = llm.vllm_config.model_config.model
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download  # noqa: PLC0415  (vLLM has it; a local folder does not need it)
+    from omni_notebook.models import vllm_folders  # noqa: PLC0415  (after the environment, which torch reads too)
 
-    revision = llm.vllm_config.model_config.revision
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    config = llm.vllm_config
+    cache = config.load_config.download_dir
+    return vllm_folders.folder_of(config.model_config.model, revision=config.model_config.revision, cache=cache)
 
 
 class Adapters:
@@ -221,6 +221,7 @@ def generate(llm: Any, request: TextRequest) -> AsyncIterator[Any]:
         top_k=request.top_k,
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),
+        extra_args={GENERATED: len(request.generated)} if request.generated else None,
         output_kind=RequestOutputKind.DELTA,
     )
     prompt: Any = request.prompt

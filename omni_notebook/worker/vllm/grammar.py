@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from omni_notebook.models.tokenizer import PlanGrammar
+from omni_notebook.worker.vllm.engine import GENERATED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,8 +30,10 @@ class PlanGrammarProcessor(LogitsProcessor):
         """Follow vLLM's rows: which sequences came, went and moved."""
         if batch_update is None:
             return
-        for index, _params, _prompt, output in batch_update.added:
-            self._states[index] = _Sequence(self._grammar, output)
+        for index, params, prompt, output in batch_update.added:
+            count = (params.extra_args or {}).get(GENERATED, 0)
+            generated = prompt[len(prompt) - count :] if prompt else []
+            self._states[index] = _Sequence(self._grammar, generated, output)
         for index in batch_update.removed:
             self._states.pop(index, None)
         for one, other, direction in batch_update.moved:
@@ -50,13 +54,13 @@ class PlanGrammarProcessor(LogitsProcessor):
 
 
 class _Sequence:
-    """Where one sequence stands in the grammar; `output` is vLLM's own list, which grows."""
+    """Where one sequence stands in the grammar; `output` is vLLM's own list, which grows after what came before."""
 
-    def __init__(self, grammar: PlanGrammar, output: list[int]) -> None:
+    def __init__(self, grammar: PlanGrammar, before: list[int], output: list[int]) -> None:
         self._grammar = grammar
         self._output = output
         self._seen = 0
-        self._state = grammar.start
+        self._state = functools.reduce(grammar.advance, before, grammar.start)
 
     def allowed(self) -> Any:
         for token in self._output[self._seen :]:

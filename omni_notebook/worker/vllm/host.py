@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_notebook.errors import ConfigError
+from omni_notebook.errors import ConfigError, OmniError
 from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.vllm import engine, leftovers
@@ -226,12 +226,19 @@ class VllmHost:
             await self._clear_caches()
 
     async def _clear_caches(self) -> None:
-        """Nothing that vLLM computed with the memory as it is may be used again; requests begin again by themselves."""
-        await asyncio.gather(
+        """Nothing that vLLM computed with the memory as it is may be used again; requests begin again by themselves.
+
+        Raises:
+            OmniError: vLLM says that something stayed.
+        """
+        cleared, *_ = await asyncio.gather(
             self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             self._llm.reset_mm_cache(),
             self._llm.reset_encoder_cache(),
         )
+        if not cleared:
+            msg = "vLLM could not clear its prefix cache, from which requests could be answered wrongly"
+            raise OmniError(msg)
 
     # -------------------------------------------------------------------------------- requests
 

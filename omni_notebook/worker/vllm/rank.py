@@ -57,7 +57,7 @@ class VllmRank(ControlOrders):
         self._size = spec.config.tensor_parallel_size
         self._link = _Link(attach.address)
         self._pool = make_pool(worker, spec.config)
-        self._runner = VllmRunner(worker)
+        self._runner = VllmRunner(worker, None if attach.source is None else Path(attach.source))
         self._weights = Weights(self._runner, self._pool)
         self._ballast = Ballast(self._pool, spec.config.ballast_bytes)
         acks = AckBuilder(self._where, device=self._pool.device, device_name=self._pool.device_name)
@@ -73,9 +73,10 @@ class VllmRank(ControlOrders):
         )
         for name in ("sleep", "wake_up"):
             setattr(worker, name, self._refusal(name))
-        self._source = None if attach.source is None else Path(attach.source)
+        self._source = self._runner.loaded
         self._version = spec.version
-        self._other = None if spec.source in {None, spec.config.model} else Path(str(spec.source))
+        there = {None} if self._source is None else {None, spec.config.model}
+        self._other = None if spec.source in there else Path(str(spec.source))
         _tick(self.sample)
 
     def _refusal(self, name: str) -> Callable[..., None]:

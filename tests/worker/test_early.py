@@ -31,6 +31,7 @@ class EarlyBooks(Books):
         yield
 
     def recall_later(self):
+        self.did.append("put off")
         return Recall(None, "later")
 
     def recall_graphs(self):
@@ -71,10 +72,10 @@ def test_a_commit_answers_later_and_a_batch_before_it_follows_the_copies(early):
     assert (ack.metadata.get("cuda_graph_recalled"), ack.metadata["note"]) == (None, "later")
     assert same(rig, before)
     assert control.waking._rank.levels == {}
-    assert books.did == ["followed"]
+    assert books.did == ["put off", "followed"]
 
 
-def test_graphs_are_checked_once_before_the_next_batch(early):
+def test_graphs_are_put_off_before_any_batch_and_never_replayed_beside_what_batches_wrote(early):
     _rig, books, control = early
     sleep(control, 1)
     control.waking.begin_wake(WakeTask(task_id="w"))
@@ -82,7 +83,7 @@ def test_graphs_are_checked_once_before_the_next_batch(early):
     for _ in range(2):
         with control.waking.beside():
             pass
-    assert books.did == ["recalled"]
+    assert books.did == ["put off"]
 
 
 def test_a_copy_that_fails_leaves_all_mapped_until_the_order_is_taken_back(early):
@@ -131,7 +132,7 @@ def test_a_wake_that_no_batch_can_follow_is_prepared_as_ever(why):
 
 
 def test_a_sleep_right_after_an_early_wake_is_as_any(early):
-    rig, _books, control = early
+    rig, books, control = early
     before = rig.copies()
     for turn in ("a", "b"):
         sleep(control, 1)
@@ -141,4 +142,5 @@ def test_a_sleep_right_after_an_early_wake_is_as_any(early):
     assert control.sleeping.commit_sleep("s").freed_bytes == 16 * MIB
     control.waking.begin_wake(WakeTask(task_id="w"))
     assert control.waking.commit_wake("w").status == "SUCCESS"
+    assert books.did == ["put off", "put off", "recalled"]
     assert same(rig, before)

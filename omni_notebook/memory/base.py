@@ -138,7 +138,10 @@ class MapReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `restore` copied back; `needs_reload`: tags whose backup was dropped (level 2), for the caller to fill."""
+    """What `restore` copied back; `needs_reload`: tags whose backup was dropped (level 2), for the caller to fill.
+
+    `copy_ms`: until all had come, from the end of `map` or `begin_wake` on where that began the copies.
+    """
 
     copied_bytes: int
     copy_ms: float

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from concurrent.futures import Future
 
 import pytest
 
 from omni_notebook.memory.base import LORA, DeviceError, TransitionCancelledError
-from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
+from omni_notebook.protocol import GIB, OmniACK, SleepTask, WakeTask
 from omni_notebook.worker.graphs import Recall
 from tests.memory.fake_cuda import MIB
 from tests.memory.fake_ranges import OwnRig
@@ -73,6 +74,17 @@ def test_a_commit_answers_later_and_a_batch_before_it_follows_the_copies(early):
     assert same(rig, before)
     assert control.waking._rank.levels == {}
     assert books.did == ["put off", "followed"]
+
+
+def test_copies_take_from_when_they_began_on_however_late_the_commit_comes(early):
+    _rig, _books, control = early
+    sleep(control, 1)
+    control.waking.begin_wake(WakeTask(task_id="w"))
+    time.sleep(0.2)
+    told = control.waking.commit_wake("w").result(10).metadata
+    assert told["phases_ms"]["copy"] >= 200
+    assert told["copy_gib_per_s"] <= 12 * MIB / GIB / 0.2
+    assert told["phases_ms"]["map"] + told["phases_ms"]["copy"] <= told["latency_ms"]
 
 
 def test_graphs_are_put_off_before_any_batch_and_never_replayed_beside_what_batches_wrote(early):

@@ -74,13 +74,15 @@ class RoomAhead:
 
     def give_back(self) -> int:
         """See `DevicePool.drop_copies`."""
-        self._core.ahead.stop()
+        core = self._core
+        core.ahead.stop()
         self._owed = False
-        before = host_bytes(self._core)
-        for tag in self._core.books.in_state(TagState.AWAKE):
-            for segment in tag.segments:
-                self._core.copies.forget(segment)
-        return before - host_bytes(self._core)
+        core.driver.attach()
+        before = host_bytes(core)
+        errors = core.give_up(one for tag in core.books.in_state(TagState.AWAKE) for one in tag.segments)
+        if errors:
+            raise errors[0]
+        return before - host_bytes(core)
 
     # --------------------------------------------------------------------------------- pressure
 
@@ -98,15 +100,19 @@ class RoomAhead:
             self._take_again()
 
     def _relieve(self, wanted_bytes: int) -> None:
-        """Give back, until so much is free, what waits for a sleep and holds nothing that a wake needs."""
+        """Give back, until so much is free, what waits for a sleep and holds nothing that a wake needs.
+
+        Raises:
+            DeviceError: the driver refused to unlock some of it, which stays and counts.
+        """
         core = self._core
         core.ahead.stop()
         core.driver.attach()
-        before = host_bytes(core)
+        before, errors = host_bytes(core), []
         for segment in self._idle():
             if core.room().available_bytes >= wanted_bytes:
                 break
-            core.copies.forget(segment)
+            errors += core.give_up([segment])
         given = before - host_bytes(core)
         if given:
             self._owed = True
@@ -116,6 +122,8 @@ class RoomAhead:
                 gib(core.room().available_bytes),
                 gib(given),
             )
+        if errors:
+            raise errors[0]
 
     def _idle(self) -> list[DeviceSegment]:
         """Segments with host memory that is awake, or asleep without a copy in it."""

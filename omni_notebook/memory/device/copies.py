@@ -109,7 +109,11 @@ class Copies(Protocol):
         ...
 
     def forget(self, segment: DeviceSegment) -> None:
-        """Give the copy and its memory up, if there is one."""
+        """Give the copy and its memory up, if there is one.
+
+        Raises:
+            DeviceError: the driver does not unlock it; all is as before.
+        """
         ...
 
     def kind(self, segments: Iterable[DeviceSegment]) -> str:
@@ -251,12 +255,13 @@ class HostCopies:
 
     def forget(self, segment: DeviceSegment) -> None:
         """See `Copies.forget`."""
-        self._sums.pop(segment, None)
-        buffer = self._buffers.pop(segment, None)
+        buffer = self._buffers.get(segment)
         if buffer is None:
             return
         if buffer.pinned:
             self._driver.unpin(buffer.memory.address)
+        del self._buffers[segment]
+        self._sums.pop(segment, None)
         buffer.memory.close()
 
     def kind(self, segments: Iterable[DeviceSegment]) -> str:

@@ -191,7 +191,11 @@ class DevicePool:
                 self._lock.release()
 
     def drop_copies(self) -> int:
-        """Give back the host memory that waits for the next sleep of what is awake; the bytes."""
+        """Give back the host memory that waits for the next sleep of what is awake; the bytes. Any thread.
+
+        Raises:
+            DeviceError: the driver refused to unlock some of it, which stays and counts.
+        """
         with self._lock:
             return self._ahead.give_back()
 
@@ -362,7 +366,7 @@ class DevicePool:
             for segment in self._core.table.all():
                 with contextlib.suppress(DeviceError):
                     self._core.table.unmap(segment)
-                self._core.copies.forget(segment)
+            self._core.give_up([*self._core.table.all(), *self._core.stuck])
             for tag in self._core.books.values():
                 tag.kept_data = {}
             self._core.modules.clear()

@@ -139,8 +139,7 @@ class DeviceSleeping:
 
     def _forget_created(self, tags: Sequence[DeviceTag]) -> None:
         for tag in tags:
-            for segment in tag.created:
-                self._core.copies.forget(segment)
+            self._core.give_up(tag.created)
             tag.created = []
 
     def _kind(self, tag: DeviceTag, level: int, kept: dict[KeptRange, bytearray]) -> str | None:
@@ -184,16 +183,15 @@ class DeviceSleeping:
         core.driver.trim()
         report = self._unmapping.measured(chosen, self._late)
         self._late = None
+        notes = [] if report.note is None else [report.note]
         for tag in chosen:
             tag.state, tag.created = TagState.ASLEEP, []
             if tag.backup not in WHOLE and not tag.keeps_room:
-                self._forget(tag)
+                errors = core.give_up(tag.segments)
+                notes += [f"host memory of {tag.name!r} stays locked: {error}" for error in errors[:1]]
         took_ms = (time.perf_counter() - started) * 1e3 - report.copy_ms
-        return msgspec.structs.replace(report, expected_bytes=expected, unmap_ms=took_ms)
-
-    def _forget(self, tag: DeviceTag) -> None:
-        for segment in tag.segments:
-            self._core.copies.forget(segment)
+        note = "; ".join(notes) or None
+        return msgspec.structs.replace(report, expected_bytes=expected, unmap_ms=took_ms, note=note)
 
     def abort(self) -> None:
         """See `DevicePool.abort_sleep`."""
@@ -216,7 +214,7 @@ class DeviceSleeping:
                 ranges = [kept for kept in kept_ranges[tag.name] if self._core.copies.has(kept.segment)]
                 tag.kept_data = {kept: self._from_copy(kept) for kept in ranges}
                 tag.backup = "host" if tag.kept_data else None
-                self._forget(tag)
+                self._core.give_up(tag.segments)
         return before - host_bytes(self._core)
 
     def _from_copy(self, kept: KeptRange) -> bytearray:

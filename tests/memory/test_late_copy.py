@@ -307,6 +307,41 @@ def test_memory_that_can_not_be_put_back_is_said_to_be_lost_and_the_pool_refuses
     assert (pool.host_backup_bytes(), own.machine.pinned) == (0, {})
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("ahead", [False, True], ids=["first sleep", "later sleep"])
+def test_a_segment_whose_unmap_was_lost_is_put_back_too_when_a_later_copy_fails(own, ahead, number):
+    """The driver kept its memory, and nothing can reach that: fresh pages come behind the address."""
+    if ahead:
+        late(own.pool)
+        wake(own.pool)
+        for tensor in own.tensors():
+            tensor.add_(1)
+    before = own.copies()
+    own.pool.prepare_sleep(1, late_copy=True)
+    own.machine.fail("release", number)
+    own.machine.fail("wait", 4)
+    with pytest.raises(DeviceError) as caught:
+        own.pool.commit_sleep()
+    own.pool.abort_sleep()
+    assert not caught.value.lost
+    assert resident(own.pool) == SPANS
+    assert all_equal(own.copies(), before)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_segment_whose_unmap_was_refused_is_left_alone_when_a_later_copy_fails(own, number):
+    before, kv = own.copies(), own.cache.kv.clone()
+    own.pool.prepare_sleep(1, late_copy=True)
+    own.machine.fail("unmap", number)
+    own.machine.fail("wait", 4)
+    with pytest.raises(DeviceError):
+        own.pool.commit_sleep()
+    own.pool.abort_sleep()
+    assert resident(own.pool) == SPANS
+    assert all_equal(own.copies(), before)
+    assert torch.equal(own.cache.kv, kv) is (number == 1)
+
+
 def test_what_is_refused_one_by_one_is_counted_as_in_any_other_sleep(own):
     before = own.copies()
     own.pool.prepare_sleep(1, late_copy=True)

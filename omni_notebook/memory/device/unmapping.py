@@ -89,7 +89,7 @@ class Unmapping:
                     except DeviceError as error:
                         errors.append(error)
         except BaseException:
-            self._put_back(chosen, gone)
+            self._put_back(chosen)
             raise
         if errors and not gone and not any(error.lost for error in errors):
             raise errors[0]
@@ -130,13 +130,14 @@ class Unmapping:
             with contextlib.suppress(DeviceError):
                 self._core.driver.reached(mark)
 
-    def _put_back(self, chosen: Sequence[DeviceTag], segments: Sequence[DeviceSegment]) -> None:
-        """Map again what was unmapped, with its contents; without them nothing of this pool is to be used any more.
+    def _put_back(self, chosen: Sequence[DeviceTag]) -> None:
+        """Map again what has no pages, with its contents; without them nothing of this pool is to be used any more.
 
         Raises:
             DeviceError: that failed too.
         """
         core = self._core
+        segments = [one for tag in chosen for one in tag.slept if not one.mapped]
         lost = _given_up(chosen).intersection(segments)
         whole = {segment for tag in chosen if tag.backup in WHOLE for segment in tag.slept}
         try:

@@ -43,19 +43,24 @@ class RoomAhead:
     def __init__(self, core: DeviceCore) -> None:
         self._core = core
         self.low: Callable[[HostMemory], int] = never_low
-        self._owed = False
+        self._wanted = False
 
     def begin(self) -> None:
-        """See `DevicePool.write_ahead`."""
+        """See `DevicePool.write_ahead`; what the host is short of now is taken when it is looked at later."""
         core = self._core
         core.ahead.stop()
+        self._wanted = True
         missing = self._without_room()
         if not missing:
             return
 
         def copy(stop: Callable[[], bool]) -> None:
-            core.driver.attach()
-            core.copies.make_room(missing, lambda rest: not stop() and self._is_plenty(rest))
+            try:
+                core.driver.attach()
+                core.copies.make_room(missing, lambda rest: not stop() and self._is_plenty(rest))
+            except BaseException:
+                self._wanted = False  # it would not be had the next time either, twice a second
+                raise
 
         core.ahead.start(copy)
 
@@ -76,7 +81,7 @@ class RoomAhead:
         """See `DevicePool.drop_copies`."""
         core = self._core
         core.ahead.stop()
-        self._owed = False
+        self._wanted = False
         core.driver.attach()
         before = host_bytes(core)
         errors = core.give_up(one for tag in core.books.in_state(TagState.AWAKE) for one in tag.segments)
@@ -96,7 +101,7 @@ class RoomAhead:
         low = self.low(room)
         if room.available_bytes < low:
             self._relieve(2 * low)
-        elif self._owed and self._core.ahead.wait(0) and not self._in_transition():
+        elif self._wanted and self._core.ahead.wait(0) and not self._in_transition():
             self._take_again()
 
     def _relieve(self, wanted_bytes: int) -> None:
@@ -115,7 +120,6 @@ class RoomAhead:
             errors += core.give_up([segment])
         given = before - host_bytes(core)
         if given:
-            self._owed = True
             _log.warning(
                 "the host runs short of memory (%s GiB are free now): %s GiB that waited, locked, for the next sleep "
                 "were given back; a sleep takes them again, and so does this rank once there is plenty",
@@ -136,7 +140,6 @@ class RoomAhead:
 
     def _take_again(self) -> None:
         missing = self._without_room()
-        self._owed = bool(missing)
         if missing and self._is_plenty(self._core.copies.missing_bytes(missing)):
             _log.info("the host has plenty of memory again: room for the next sleep's copies is taken")
             self.begin()

@@ -116,7 +116,7 @@ def test_it_is_taken_again_by_itself_once_three_times_the_bound_would_stay_free(
     assert "the host has plenty of memory again" in caplog.text
 
 
-def test_what_was_given_back_on_request_is_not_taken_again_by_itself(rig, host):
+def test_copies_that_were_dropped_are_not_taken_again_by_themselves(rig, host):
     rig.pool.drop_copies()
     looked(host)
     assert rig.pool.host_backup_bytes() == 0

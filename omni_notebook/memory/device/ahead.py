@@ -1,4 +1,4 @@
-"""Host memory that waits for the next sleep: taken ahead, given back on request or where the host runs short."""
+"""Host memory that waits for the next sleep: taken ahead, given back where the host runs short."""
 
 from __future__ import annotations
 

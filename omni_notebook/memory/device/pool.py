@@ -193,6 +193,8 @@ class DevicePool:
     def drop_copies(self) -> int:
         """Give back the host memory that waits for the next sleep of what is awake; the bytes. Any thread.
 
+        For who measures first sleeps: no order asks for it.
+
         Raises:
             DeviceError: the driver refused to unlock some of it, which stays and counts.
         """

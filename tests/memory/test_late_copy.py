@@ -10,7 +10,7 @@ from omni_notebook.memory.device import shadow
 from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
 from tests.memory.fake_ranges import OwnRig
 from tests.memory.machines import SPANS, all_equal, resident
-from tests.memory.pools import sleep, wake
+from tests.memory.pools import saved, sleep, wake
 
 
 @pytest.fixture(params=[Rig, OwnRig], ids=["vllm", "own"])
@@ -63,8 +63,7 @@ def test_reports_are_those_of_a_sleep_that_copies_first(rig, level, times):
             (
                 prepared.backup,
                 prepared.host_backup_bytes,
-                prepared.copied_bytes,
-                prepared.skipped_clean_bytes,
+                *saved(prepared, unmapped),
                 unmapped.freed,
                 unmapped.observed_bytes,
                 restored.copied_bytes,
@@ -78,13 +77,11 @@ def test_reports_are_those_of_a_sleep_that_copies_first(rig, level, times):
 def test_a_clean_repeat_copies_nothing_and_a_single_changed_byte_one_chunk(rig):
     late(rig.pool)
     wake(rig.pool)
-    prepared, _ = late(rig.pool)
-    assert (prepared.copied_bytes, prepared.skipped_clean_bytes) == (0, 12 * MIB)
+    assert saved(*late(rig.pool)) == (0, 12 * MIB)
     wake(rig.pool)
     rig.model.big.view(-1)[3 * MIB // 4] += 1
     before = rig.copies()
-    prepared, _ = late(rig.pool)
-    assert (prepared.copied_bytes, prepared.skipped_clean_bytes) == (2 * MIB, 10 * MIB)
+    assert saved(*late(rig.pool)) == (2 * MIB, 10 * MIB)
     wake(rig.pool)
     assert all_equal(rig.copies(), before)
 
@@ -119,10 +116,10 @@ def test_what_the_first_streams_take_of_the_device_is_not_missing_in_what_left(r
 
 def test_nothing_is_given_up_before_its_copy_is_there(own, monkeypatch):
     order = []
-    copies, table, driver = own.pool._core.copies, own.pool._core.table, own.pool._core.driver
+    held, table, driver = own.pool._core.copies, own.pool._core.table, own.pool._core.driver
     segments = own.pool._core.table.of("weights")
-    begin, unmap, reached = copies.begin, table.unmap, driver.reached
-    monkeypatch.setattr(copies, "begin", lambda run: (order.append(("copy", run.segment)), begin(run)))
+    begin, unmap, reached = held.begin, table.unmap, driver.reached
+    monkeypatch.setattr(held, "begin", lambda run: (order.append(("copy", run.segment)), begin(run)))
     monkeypatch.setattr(driver, "reached", lambda mark: (order.append(("reached", None)), reached(mark)))
 
     def unmapping(segment):

@@ -219,7 +219,7 @@ class DevicePool:
     ) -> PrepareReport:
         """Wait for the device, check room, copy to the host what has changed since its last copy; no page is given up.
 
-        `late_copy`: the commit copies, and unmaps each segment behind its copy.
+        `late_copy`: the commit sees what has changed, copies that, and unmaps each segment behind its copy.
 
         Raises:
             ArgumentError: the level or a tag is unknown.

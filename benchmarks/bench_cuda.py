@@ -148,13 +148,14 @@ def run_ours(clock: Clock, weights_gib: int, cache_gib: int, facts: dict[str, An
             return prepared, pool.commit_sleep()
 
         prepared, unmapped = clock.timed(name, step)
-        phases = prepared.checksum_ms, prepared.copy_ms + unmapped.copy_ms, unmapped.unmap_ms
+        checksum_ms = prepared.checksum_ms + unmapped.checksum_ms
+        phases = checksum_ms, prepared.copy_ms + unmapped.copy_ms, unmapped.unmap_ms
         facts.setdefault("phases", {}).setdefault(name, []).append(phases)
         expected = pool.tags()["weights"].span_bytes + cache_gib * GIB
         off = max(abs(unmapped.observed_bytes - expected), abs(unmapped.expected_bytes - expected))
         facts["off"] = max(facts.get("off", 0), off)
         facts["left"] = max(facts.get("left", 0), held_bytes() - facts["context"])
-        facts.setdefault("skipped", {})[name] = prepared.skipped_clean_bytes
+        facts.setdefault("skipped", {})[name] = unmapped.skipped_clean_bytes
         return unmapped
 
     def wake(name: str) -> None:

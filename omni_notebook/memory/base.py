@@ -95,6 +95,7 @@ class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
     `backup`: tag → "spill" | "checkpoint" | "pinned", "pageable" (all of it, in such host memory) | "host" (only small
     kept state) | None. `modified`: the contents of a
     tag differ from its recorded checksum (someone wrote to the weights after load); None = not looked at.
+    `copied_bytes`, `skipped_clean_bytes`, `checksum_ms`, `copy_ms`: without what `late_copy` leaves to the commit.
     """
 
     backup: Mapping[str, str | None]
@@ -110,7 +111,8 @@ class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
 class UnmapReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `commit_sleep` measured: tag → bytes that left residency, and what was expected to.
 
-    `copy_ms`: of copies that it made itself (`prepare_sleep(late_copy=True)`), apart from `unmap_ms`.
+    `copied_bytes`, `skipped_clean_bytes`, `checksum_ms`, `copy_ms`: of copies that it made itself
+    (`prepare_sleep(late_copy=True)`); the times are apart from `unmap_ms`.
     """
 
     freed: Mapping[str, int]
@@ -119,6 +121,9 @@ class UnmapReport(msgspec.Struct, frozen=True, kw_only=True):
     scope: Scope
     unmap_ms: float
     note: str | None = None
+    copied_bytes: int = 0
+    skipped_clean_bytes: int = 0
+    checksum_ms: float = 0.0
     copy_ms: float = 0.0
 
 
@@ -138,7 +143,10 @@ class MapReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `restore` copied back; `needs_reload`: tags whose backup was dropped (level 2), for the caller to fill."""
+    """What `restore` copied back; `needs_reload`: tags whose backup was dropped (level 2), for the caller to fill.
+
+    `copy_ms`: until all had come, from the end of `map` or `begin_wake` on where that began the copies.
+    """
 
     copied_bytes: int
     copy_ms: float

@@ -42,6 +42,7 @@ class AckBuilder:
         off = abs(unmapped.observed_bytes - unmapped.expected_bytes)
         seen = freed > 0 and off <= tolerance_bytes(unmapped.expected_bytes, self._device)
         phases: PhasesMs = known.pop("phases_ms")
+        copied = prepared.copied_bytes + unmapped.copied_bytes
         metadata = self._base(
             total_freed_gib=gib(freed),
             state="COLD",
@@ -51,9 +52,9 @@ class AckBuilder:
             observed_scope=unmapped.scope,
             backup_location=prepared.backup_location,
             host_backup_bytes=prepared.host_backup_bytes,
-            copied_bytes=prepared.copied_bytes,
-            skipped_clean_bytes=prepared.skipped_clean_bytes,
-            copy_gib_per_s=rate_gib_per_s(prepared.copied_bytes, phases.copy),
+            copied_bytes=copied,
+            skipped_clean_bytes=prepared.skipped_clean_bytes + unmapped.skipped_clean_bytes,
+            copy_gib_per_s=rate_gib_per_s(copied, phases.copy),
             phases_ms=phases,
             error_code=None if seen else NOT_OBSERVED,
             note=unmapped.note,

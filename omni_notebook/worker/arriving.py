@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
     from torch import nn
@@ -50,10 +50,11 @@ class Execution:
         return list({id(tensor): tensor for module in modules for tensor in _own(module)}.values())
 
     @contextlib.contextmanager
-    def following(self, arriving: Followed) -> Iterator[None]:
+    def following(self, arriving: Followed, passed: Callable[[], None] = lambda: None) -> Iterator[None]:
         """While this lasts, a module that begins has the stream wait for its own tensors, and a pass that ends for all.
 
-        So what is used without its module's call (an output head's weight) has come for whoever uses it after the pass.
+        So what is used without its module's call (an output head's weight) has come for whoever uses it after the pass;
+        `passed` is called then.
         """
 
         def before(module: nn.Module, _inputs: Any) -> None:
@@ -61,6 +62,7 @@ class Execution:
 
         def after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
             arriving.follow_all()
+            passed()
 
         with contextlib.ExitStack() as hooks:
             for module in self._model.modules():

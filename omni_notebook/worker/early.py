@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from omni_notebook.memory.base import ArrivingPool
+from omni_notebook.worker.graphs import NO_GRAPHS
 from omni_notebook.worker.lane import Lane
 from omni_notebook.worker.runner import ArrivingRunner
 
@@ -22,29 +23,28 @@ if TYPE_CHECKING:
 
 
 class EarlyBatches:
-    """A wake's copies, waited for on a thread of its own, and what runs beside them on the rank's."""
+    """A wake's copies, waited for on a thread of its own, and what runs beside them on the rank's.
+
+    `recall`: what the wake can say of graphs, which belong to the thread of the batches.
+    """
 
     def __init__(self, pool: ArrivingPool, runner: ArrivingRunner) -> None:
         self._pool, self._runner = pool, runner
         self._arrivals: Followed | None = None
-        self._recall_due = False
+        self.recall: Recall = NO_GRAPHS
         self._lane = Lane("wake")
 
     def begin(self, tags: Collection[str], cancelled: Callable[[], bool]) -> MapReport:
         """Map, and begin to copy what the model needs in the order in which it does; see `ArrivingPool.begin_wake`."""
         order = self._runner.tensors_in_order()
         mapped, self._arrivals = self._pool.begin_wake(tags, order=order, cancelled=cancelled)
+        self.recall = self._runner.recall_later()
         return mapped
 
     def follow(self) -> AbstractContextManager[None]:
-        """Around each batch: it follows copies that are on their way; the first one after them has graphs checked."""
+        """Around each batch: it follows copies that are on their way."""
         arrivals = self._arrivals
-        if arrivals is not None:
-            return self._runner.arriving(arrivals)
-        if self._recall_due:
-            self._recall_due = False
-            self._runner.recall_graphs()
-        return contextlib.nullcontext()
+        return contextlib.nullcontext() if arrivals is None else self._runner.arriving(arrivals)
 
     def finish(self, commit: Callable[[RestoreReport], OmniACK]) -> Future[OmniACK]:
         """Call `commit` once all has come; nothing is committed, and all stays mapped, where a copy failed."""
@@ -56,11 +56,6 @@ class EarlyBatches:
                 self._arrivals = None
 
         return self._lane.submit(finish)
-
-    def recall_later(self) -> Recall:
-        """Graphs run the model, which belongs to the thread of the batches: they wait for the next one."""
-        self._recall_due = True
-        return self._runner.recall_later()
 
     def end(self) -> None:
         """Nothing is on its way any more."""

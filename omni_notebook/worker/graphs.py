@@ -70,6 +70,7 @@ class Graphs:
         self._cuda = cuda
         self._graphs: dict[Key, _Graph] = {}
         self._known: list[Key] = []
+        self._unchecked: set[Key] = set()
         self._stream: Any = None
         self._pool: Any = None
         self._off = False
@@ -92,16 +93,38 @@ class Graphs:
             if own is not None and given is not None:
                 own.copy_(given)
         graph.graph.replay()
-        return graph.output.clone()
+        output = graph.output.clone()
+        return self._checked(key, inputs, output) if key in self._unchecked else output
+
+    def _checked(self, key: Key, inputs: Sequence[torch.Tensor | None], its: torch.Tensor) -> torch.Tensor:
+        """What the function itself gives, behind `its`, which a graph has given for the same."""
+        self._unchecked.discard(key)
+        mine = self._run(*inputs)
+        if not _are_same(mine, its):
+            self._give_up("one gave other bytes than the model")
+        return mine
+
+    def check_later(self) -> Recall:
+        """Instead of `recall`, where what the function writes to is in use: each graph is checked at its next use.
+
+        That is done on the inputs of that use, so that nothing is written but what the function writes for them.
+        """
+        self._unchecked = set(self._graphs)
+        later = Recall(None, "each CUDA graph is checked at its next use") if self._graphs else NO_GRAPHS
+        return self._told() or later
 
     @contextlib.contextmanager
     def skipped(self) -> Iterator[None]:
-        """While this lasts the function is called without graphs: not all that they read is there."""
+        """While this lasts the function is called without graphs: not all that they read is there; see `use_again`."""
         self._skipping = True
         try:
             yield
         finally:
             self._skipping = False
+
+    def use_again(self) -> None:
+        """End `skipped` before its time: all is there."""
+        self._skipping = False
 
     def _made(self, key: Key, inputs: Sequence[torch.Tensor | None]) -> _Graph | None:
         """A new graph; None where there is none (any more)."""
@@ -144,6 +167,7 @@ class Graphs:
     def forget(self) -> None:
         """Give the graphs and their memory up; `recall` makes them again."""
         self._forget(tuple(self._graphs))
+        self._unchecked.clear()
         self._pool = None
 
     def _forget(self, keys: Sequence[Key]) -> None:
@@ -156,10 +180,12 @@ class Graphs:
     def recall(self) -> Recall:
         """Have all graphs again that there ever were, and replay each once on zeros, beside the function itself.
 
+        What the function writes for zeros must be nobody's then; see `check_later`.
         If one gives other bytes, or can not be captured, the function is called without graphs from now on. Those that
         there is no time for are captured with the next batch of their shape.
         """
         started = time.perf_counter()
+        self._unchecked.clear()
         known = () if self._off else tuple(self._known)
         had, checked, wrong = set(self._graphs), 0, 0
         try:
@@ -173,9 +199,9 @@ class Graphs:
             self._give_up(first_line(error))
         if wrong:
             self._give_up(f"{wrong} of {checked} gave other bytes than the model")
-        if self._untold is not None:
-            why, self._untold = self._untold, None
-            return Recall(False, f"this stage runs without CUDA graphs from now on: {why}")
+        told = self._told()
+        if told is not None:
+            return told
         if not known:
             return NO_GRAPHS
         took_ms, missing = (time.perf_counter() - started) * 1e3, len(set(known[:checked]) - had)
@@ -184,6 +210,13 @@ class Graphs:
             words.append(f"{len(known) - checked} CUDA graphs are left to their next batches")
         return Recall(True, "; ".join(words) or None)
 
+    def _told(self) -> Recall | None:
+        """Why graphs were given up, once."""
+        if self._untold is None:
+            return None
+        why, self._untold = self._untold, None
+        return Recall(False, f"this stage runs without CUDA graphs from now on: {why}")
+
     def _give_up(self, why: str) -> None:
         self.forget()
         self._off, self._untold = True, why
@@ -191,5 +224,9 @@ class Graphs:
 
     def _is_right(self, key: Key) -> bool:
         inputs = [None if one is None else torch.zeros(one[0], dtype=one[1], device=self._device) for one in key]
-        mine, its = self(*inputs), self._run(*inputs)
-        return torch.equal(mine.contiguous().view(torch.uint8), its.contiguous().view(torch.uint8))
+        its = self(*inputs)
+        return _are_same(self._run(*inputs), its)
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

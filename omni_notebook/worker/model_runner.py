@@ -134,9 +134,13 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def arriving(self, arrivals: Followed) -> Iterator[None]:
-        """Batches meanwhile follow weights that are on their way, and use no graphs."""
-        without_graphs = contextlib.nullcontext() if self._graphs is None else self._graphs.skipped()
-        with without_graphs, self._execution.following(arrivals):
+        """See `ArrivingRunner.arriving`."""
+        graphs = self._graphs
+        if graphs is None:
+            with self._execution.following(arrivals):
+                yield
+            return
+        with graphs.skipped(), self._execution.following(arrivals, graphs.use_again):
             yield
 
     def drop_graphs(self) -> None:
@@ -150,7 +154,7 @@ class ModelRunner:
 
     def recall_later(self) -> Recall:
         """See `ArrivingRunner.recall_later`."""
-        return Recall(None, None if self._graphs is None else "CUDA graphs are checked before the next batch")
+        return NO_GRAPHS if self._graphs is None else self._graphs.check_later()
 
     def synchronize(self) -> None:
         """Wait for the device."""

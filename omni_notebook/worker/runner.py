@@ -78,15 +78,11 @@ class ArrivingRunner(Protocol):
         ...
 
     def arriving(self, arrivals: Followed) -> AbstractContextManager[None]:
-        """Batches meanwhile follow weights that are on their way, and use no graphs."""
-        ...
-
-    def recall_graphs(self) -> Recall:
-        """See `Synchronizing.recall_graphs`."""
+        """Passes meanwhile follow weights that are on their way; until one has come to its end none is a graph's."""
         ...
 
     def recall_later(self) -> Recall:
-        """`recall_graphs` is put off; what can be said of the graphs until then."""
+        """Instead of `recall_graphs`: graphs are checked as they are used; what can be said of them until then."""
         ...
 
 

@@ -128,7 +128,7 @@ class SleepOrders:
             latency_ms=ms_since(plan.started_s) + task.quiesce_ms,
             phases_ms=PhasesMs(
                 quiesce=task.quiesce_ms + plan.sync_ms,
-                checksum=plan.prepared.checksum_ms,
+                checksum=plan.prepared.checksum_ms + unmapped.checksum_ms,
                 copy=plan.prepared.copy_ms + unmapped.copy_ms,
                 unmap=unmapped.unmap_ms,
                 verify=plan.check_ms,

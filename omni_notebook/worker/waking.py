@@ -239,10 +239,9 @@ class WakeOrders:
         )
 
     def _recall(self, plan: _Waking) -> Recall:
-        """Graphs run the model, which belongs to the thread of the batches: beside one they wait for the next."""
         if self._early is None or not plan.outlook.arriving:
             return self._rank.runner.recall_graphs()
-        return self._early.recall_later()
+        return self._early.recall
 
     def abort_wake(self, task_id: str) -> None:
         """Unmap what a prepared wake mapped; a later wake works."""

@@ -72,8 +72,8 @@ class Rig:
             "observed": unmapped.observed_bytes,
             "scope": unmapped.scope,
             "note": unmapped.note,
-            "copied": prepared.copied_bytes,
-            "clean": prepared.skipped_clean_bytes,
+            "copied": prepared.copied_bytes + unmapped.copied_bytes,
+            "clean": prepared.skipped_clean_bytes + unmapped.skipped_clean_bytes,
             "held": self.pool.held().total_bytes,
         }
 

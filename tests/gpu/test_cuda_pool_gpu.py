@@ -11,6 +11,7 @@ from torch import nn
 
 from omni_notebook.memory.base import HostMemory
 from omni_notebook.models.loaders import load_into
+from tests.memory.pools import saved
 
 MIB = 1024**2
 
@@ -74,18 +75,18 @@ def test_cycles_keep_contents_and_addresses_and_copy_what_changed_alone(pool, mo
     span = pool.tags()["weights"].span_bytes
     before = contents(model)
     prepared, unmapped, _ = cycle(pool, 1, late=late)
-    assert prepared.copied_bytes == span
+    assert saved(prepared, unmapped) == (span, 0)
     assert unmapped.expected_bytes == span + 256 * MIB
     assert_left(unmapped)
     assert_same(model, before)
     prepared, unmapped, _ = cycle(pool, 1, late=late)
-    assert (prepared.copied_bytes, prepared.skipped_clean_bytes) == (0, span)
+    assert saved(prepared, unmapped) == (0, span)
     assert_left(unmapped)
     assert_same(model, before)
     model.part3[12_345] += 1
     before = contents(model)
     prepared, unmapped, _ = cycle(pool, 1, late=late)
-    assert prepared.copied_bytes == 2 * MIB
+    assert saved(prepared, unmapped) == (2 * MIB, span - 2 * MIB)
     assert_left(unmapped)
     assert_same(model, before)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
@@ -121,7 +122,7 @@ def test_locked_memory_that_waits_goes_back_where_the_host_runs_short_and_comes_
             time.sleep(0.01)
         assert pool.host_backup_bytes() == held
     prepared, unmapped, _ = cycle(pool, 1, late=True)
-    assert prepared.copied_bytes == span
+    assert saved(prepared, unmapped) == (span, 0)
     assert_left(unmapped)
     assert_same(model, before)
 

@@ -335,6 +335,12 @@ class FakeLibcuda:
         return not self.pin_fails
 
     def unpin(self, address):
+        faults = self.cumem
+        faults.calls["unpin"] += 1
+        error = faults.faults.get("unpin", {}).get(faults.calls["unpin"])
+        if error:
+            msg = f"cuMemHostUnregister: CUDA driver error {error}"
+            raise DeviceError(msg)
         del self.pinned[address]
 
     def new_stream(self):

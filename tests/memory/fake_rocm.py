@@ -230,8 +230,10 @@ class FakeHip:
         return self._end(self.pin_error)
 
     def hipHostUnregister(self, address):  # noqa: N802
-        del self.pinned[address.value]
-        return 0
+        error = self.faults.code("unpin", lambda: 0)
+        if not error:
+            del self.pinned[address.value]
+        return self._end(error)
 
 
 class FakeAmdsmi:

@@ -20,6 +20,12 @@ def sleep(pool, level=1, tags=None):
     return prepared, pool.commit_sleep()
 
 
+def saved(prepared, unmapped):
+    """Bytes that a sleep copied, and those that its copies had already."""
+    copied = prepared.copied_bytes + unmapped.copied_bytes
+    return copied, prepared.skipped_clean_bytes + unmapped.skipped_clean_bytes
+
+
 def wake(pool, tags=None):
     """All steps of a wake."""
     mapped, restored = pool.map(tags), pool.restore(tags)

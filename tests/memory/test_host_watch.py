@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import threading
@@ -9,7 +10,7 @@ import threading
 import pytest
 
 from omni_notebook.memory.base import HostMemory
-from omni_notebook.memory.device import ahead
+from omni_notebook.memory.device import ahead, copies
 from tests.memory.fake_cuda import MIB, Rig
 from tests.memory.fake_ranges import OwnMachine, OwnRig
 from tests.memory.machines import MACHINES, all_equal
@@ -115,7 +116,7 @@ def test_it_is_taken_again_by_itself_once_three_times_the_bound_would_stay_free(
     assert "the host has plenty of memory again" in caplog.text
 
 
-def test_what_was_given_back_on_request_is_not_taken_again_by_itself(rig, host):
+def test_copies_that_were_dropped_are_not_taken_again_by_themselves(rig, host):
     rig.pool.drop_copies()
     looked(host)
     assert rig.pool.host_backup_bytes() == 0
@@ -163,6 +164,49 @@ def test_memory_that_is_on_its_way_stops_coming(rig):
     assert not rig.pool.wait_write_ahead(10)
     looked(host)
     assert rig.pool.host_backup_bytes() == 0
+    host.others = OTHERS_AT_REST
+    until(lambda: rig.pool.host_backup_bytes() == 12 * MIB)
+
+
+def test_a_host_without_plenty_when_a_load_ended_is_taken_from_once_it_has(rig):
+    host = Host(rig)
+    host.others = TOTAL - 2 * LOW  # not short, and less than three times that would stay free
+    rig.pool.watch_host(TURN_S)
+    rig.pool.write_ahead()
+    assert not rig.pool.wait_write_ahead(10)
+    looked(host)
+    assert rig.pool.host_backup_bytes() == 0
+    host.others = OTHERS_AT_REST
+    until(lambda: rig.pool.host_backup_bytes() == 12 * MIB)
+
+
+def test_what_a_tensor_that_came_later_needs_is_taken_too(rig, host):
+    host.others = TOTAL - 12 * MIB - LOW
+    later = rig.machine.tensor("later", (MIB,)).fill_(1)
+    assert rig.pool.plan(1).backup_bytes == 16 * MIB
+    rig.pool.write_ahead()
+    looked(host)
+    assert rig.pool.host_backup_bytes() == 12 * MIB
+    host.others = OTHERS_AT_REST
+    until(lambda: rig.pool.host_backup_bytes() == 16 * MIB)
+    assert (later == 1).all()
+
+
+def test_memory_that_can_not_be_had_is_told_once_and_not_tried_again_by_itself(rig, monkeypatch, caplog):
+    def refuse(_address, _n_bytes):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    host = Host(rig)
+    monkeypatch.setattr(copies, "populate", refuse)
+    rig.pool.watch_host(TURN_S)
+    rig.pool.write_ahead()
+    until(lambda: "the backup ahead of a sleep was not made" in caplog.text)
+    looked(host, 20)
+    assert caplog.text.count("the backup ahead of a sleep was not made") == 1
+    monkeypatch.undo()
+    rig.pool._core.room = host.room
+    rig.pool.write_ahead()
+    assert rig.pool.wait_write_ahead(10)
 
 
 def test_a_driver_that_will_not_unlock_is_logged_and_the_pool_goes_on(host, monkeypatch, caplog):

@@ -10,7 +10,7 @@ from omni_notebook.memory.device import shadow
 from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
 from tests.memory.fake_ranges import OwnRig
 from tests.memory.machines import SPANS, all_equal, resident
-from tests.memory.pools import sleep, wake
+from tests.memory.pools import saved, sleep, wake
 
 
 @pytest.fixture(params=[Rig, OwnRig], ids=["vllm", "own"])
@@ -63,8 +63,7 @@ def test_reports_are_those_of_a_sleep_that_copies_first(rig, level, times):
             (
                 prepared.backup,
                 prepared.host_backup_bytes,
-                prepared.copied_bytes,
-                prepared.skipped_clean_bytes,
+                *saved(prepared, unmapped),
                 unmapped.freed,
                 unmapped.observed_bytes,
                 restored.copied_bytes,
@@ -78,13 +77,11 @@ def test_reports_are_those_of_a_sleep_that_copies_first(rig, level, times):
 def test_a_clean_repeat_copies_nothing_and_a_single_changed_byte_one_chunk(rig):
     late(rig.pool)
     wake(rig.pool)
-    prepared, _ = late(rig.pool)
-    assert (prepared.copied_bytes, prepared.skipped_clean_bytes) == (0, 12 * MIB)
+    assert saved(*late(rig.pool)) == (0, 12 * MIB)
     wake(rig.pool)
     rig.model.big.view(-1)[3 * MIB // 4] += 1
     before = rig.copies()
-    prepared, _ = late(rig.pool)
-    assert (prepared.copied_bytes, prepared.skipped_clean_bytes) == (2 * MIB, 10 * MIB)
+    assert saved(*late(rig.pool)) == (2 * MIB, 10 * MIB)
     wake(rig.pool)
     assert all_equal(rig.copies(), before)
 
@@ -119,10 +116,10 @@ def test_what_the_first_streams_take_of_the_device_is_not_missing_in_what_left(r
 
 def test_nothing_is_given_up_before_its_copy_is_there(own, monkeypatch):
     order = []
-    copies, table, driver = own.pool._core.copies, own.pool._core.table, own.pool._core.driver
+    held, table, driver = own.pool._core.copies, own.pool._core.table, own.pool._core.driver
     segments = own.pool._core.table.of("weights")
-    begin, unmap, reached = copies.begin, table.unmap, driver.reached
-    monkeypatch.setattr(copies, "begin", lambda run: (order.append(("copy", run.segment)), begin(run)))
+    begin, unmap, reached = held.begin, table.unmap, driver.reached
+    monkeypatch.setattr(held, "begin", lambda run: (order.append(("copy", run.segment)), begin(run)))
     monkeypatch.setattr(driver, "reached", lambda mark: (order.append(("reached", None)), reached(mark)))
 
     def unmapping(segment):
@@ -305,6 +302,41 @@ def test_memory_that_can_not_be_put_back_is_said_to_be_lost_and_the_pool_refuses
     pool.close()
     assert own.gpu.ours_bytes == CONTEXT_BYTES
     assert (pool.host_backup_bytes(), own.machine.pinned) == (0, {})
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("ahead", [False, True], ids=["first sleep", "later sleep"])
+def test_a_segment_whose_unmap_was_lost_is_put_back_too_when_a_later_copy_fails(own, ahead, number):
+    """The driver kept its memory, and nothing can reach that: fresh pages come behind the address."""
+    if ahead:
+        late(own.pool)
+        wake(own.pool)
+        for tensor in own.tensors():
+            tensor.add_(1)
+    before = own.copies()
+    own.pool.prepare_sleep(1, late_copy=True)
+    own.machine.fail("release", number)
+    own.machine.fail("wait", 4)
+    with pytest.raises(DeviceError) as caught:
+        own.pool.commit_sleep()
+    own.pool.abort_sleep()
+    assert not caught.value.lost
+    assert resident(own.pool) == SPANS
+    assert all_equal(own.copies(), before)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_segment_whose_unmap_was_refused_is_left_alone_when_a_later_copy_fails(own, number):
+    before, kv = own.copies(), own.cache.kv.clone()
+    own.pool.prepare_sleep(1, late_copy=True)
+    own.machine.fail("unmap", number)
+    own.machine.fail("wait", 4)
+    with pytest.raises(DeviceError):
+        own.pool.commit_sleep()
+    own.pool.abort_sleep()
+    assert resident(own.pool) == SPANS
+    assert all_equal(own.copies(), before)
+    assert torch.equal(own.cache.kv, kv) is (number == 1)
 
 
 def test_what_is_refused_one_by_one_is_counted_as_in_any_other_sleep(own):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from concurrent.futures import Future
 
 import pytest
 
 from omni_notebook.memory.base import LORA, DeviceError, TransitionCancelledError
-from omni_notebook.protocol import OmniACK, SleepTask, WakeTask
+from omni_notebook.protocol import GIB, OmniACK, SleepTask, WakeTask
 from omni_notebook.worker.graphs import Recall
 from tests.memory.fake_cuda import MIB
 from tests.memory.fake_ranges import OwnRig
@@ -31,6 +32,7 @@ class EarlyBooks(Books):
         yield
 
     def recall_later(self):
+        self.did.append("put off")
         return Recall(None, "later")
 
     def recall_graphs(self):
@@ -71,10 +73,21 @@ def test_a_commit_answers_later_and_a_batch_before_it_follows_the_copies(early):
     assert (ack.metadata.get("cuda_graph_recalled"), ack.metadata["note"]) == (None, "later")
     assert same(rig, before)
     assert control.waking._rank.levels == {}
-    assert books.did == ["followed"]
+    assert books.did == ["put off", "followed"]
 
 
-def test_graphs_are_checked_once_before_the_next_batch(early):
+def test_copies_take_from_when_they_began_on_however_late_the_commit_comes(early):
+    _rig, _books, control = early
+    sleep(control, 1)
+    control.waking.begin_wake(WakeTask(task_id="w"))
+    time.sleep(0.2)
+    told = control.waking.commit_wake("w").result(10).metadata
+    assert told["phases_ms"]["copy"] >= 200
+    assert told["copy_gib_per_s"] <= 12 * MIB / GIB / 0.2
+    assert told["phases_ms"]["map"] + told["phases_ms"]["copy"] <= told["latency_ms"]
+
+
+def test_graphs_are_put_off_before_any_batch_and_never_replayed_beside_what_batches_wrote(early):
     _rig, books, control = early
     sleep(control, 1)
     control.waking.begin_wake(WakeTask(task_id="w"))
@@ -82,7 +95,7 @@ def test_graphs_are_checked_once_before_the_next_batch(early):
     for _ in range(2):
         with control.waking.beside():
             pass
-    assert books.did == ["recalled"]
+    assert books.did == ["put off"]
 
 
 def test_a_copy_that_fails_leaves_all_mapped_until_the_order_is_taken_back(early):
@@ -131,7 +144,7 @@ def test_a_wake_that_no_batch_can_follow_is_prepared_as_ever(why):
 
 
 def test_a_sleep_right_after_an_early_wake_is_as_any(early):
-    rig, _books, control = early
+    rig, books, control = early
     before = rig.copies()
     for turn in ("a", "b"):
         sleep(control, 1)
@@ -141,4 +154,5 @@ def test_a_sleep_right_after_an_early_wake_is_as_any(early):
     assert control.sleeping.commit_sleep("s").freed_bytes == 16 * MIB
     control.waking.begin_wake(WakeTask(task_id="w"))
     assert control.waking.commit_wake("w").status == "SUCCESS"
+    assert books.did == ["put off", "put off", "recalled"]
     assert same(rig, before)

@@ -1,7 +1,4 @@
-"""CUDA graphs of a function of tensors, over a fake of `torch.cuda` that records what runs in a capture and replays it.
-
-As torch 2.13 does: a capture that fails leaves the capture's stream the current one, and its end fails too.
-"""
+"""CUDA graphs of a function of tensors: what is captured when, what replays give, what becomes of one that is wrong."""
 
 from __future__ import annotations
 
@@ -16,94 +13,7 @@ from omni_notebook.worker import graphs
 from omni_notebook.worker.graphs import Graphs
 from omni_notebook.worker.worker import Worker
 from tests.memory.fake_ranges import OwnRig
-
-
-class FakeStream:
-    def __init__(self, device=None):
-        self.device = device
-
-    def wait_stream(self, other):
-        pass
-
-
-class FakeGraph:
-    def __init__(self):
-        self.recorded = []
-        self.ended = False
-
-    def replay(self):
-        for work in self.recorded:
-            work()
-
-    def reset(self):
-        self.ended = True
-
-
-class FakeCuda:
-    """Of `torch.cuda` what graphs call; `breaks`: how many captures fail."""
-
-    Stream, CUDAGraph = FakeStream, FakeGraph
-
-    def __init__(self):
-        self.now = self.default = FakeStream()
-        self.capturing = None
-        self.breaks = 0
-        self.captures = []
-        self.pools = 0
-
-    def current_stream(self, device):
-        assert device == "cpu"
-        return self.now
-
-    def set_stream(self, stream):
-        self.now = stream
-
-    def graph_pool_handle(self):
-        self.pools += 1
-        return self.pools
-
-    def stream(self, stream):
-        return _On(self, stream)
-
-    def graph(self, graph, *, pool, stream, capture_error_mode):
-        assert capture_error_mode == "thread_local"
-        self.captures.append((graph, pool, stream))
-        return _Capture(self, graph, stream)
-
-    def check(self):
-        """A call within the function: the capture's end is what tells that it broke it."""
-        if self.capturing is not None and self.breaks:
-            msg = "CUDA error: operation not permitted when stream is capturing"
-            raise RuntimeError(msg)
-
-
-class _On:
-    def __init__(self, cuda, stream):
-        self.cuda, self.stream = cuda, stream
-
-    def __enter__(self):
-        self.before, self.cuda.now = self.cuda.now, self.stream
-
-    def __exit__(self, *_args):
-        self.cuda.now = self.before
-
-
-class _Capture(_On):
-    def __init__(self, cuda, graph, stream):
-        super().__init__(cuda, stream)
-        self.graph = graph
-
-    def __enter__(self):
-        super().__enter__()
-        self.cuda.capturing = self.graph
-
-    def __exit__(self, kind, *args):
-        self.cuda.capturing = None
-        if kind is not None:
-            self.cuda.breaks -= 1
-            msg = "CUDA error: operation failed due to a previous error during capture\nsecond line"
-            raise RuntimeError(msg)
-        super().__exit__(kind, *args)
+from tests.worker.fake_graphs import FakeCuda, On
 
 
 @pytest.fixture
@@ -242,7 +152,7 @@ def test_no_other_thread_breaks_a_capture(rig, monkeypatch, step):
     begun, go_on, calls = threading.Event(), threading.Event(), []
     other, pooled = Graphs(rig.run, "cpu", cuda=FakeCuda()), OwnRig()
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _device: calls.append(1))
-    monkeypatch.setattr(other._cuda, "graph", lambda *_args, **_known: calls.append(1) or _On(rig.cuda, None))
+    monkeypatch.setattr(other._cuda, "graph", lambda *_args, **_known: calls.append(1) or On(rig.cuda, None))
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(pooled.machine.cuda, name, lambda *_args: calls.append(1))
     steps = {

@@ -1,4 +1,4 @@
-"""Host memory that waits for the next sleep: taken ahead, given back on request or where the host runs short."""
+"""Host memory that waits for the next sleep: taken ahead, given back where the host runs short."""
 
 from __future__ import annotations
 
@@ -43,19 +43,24 @@ class RoomAhead:
     def __init__(self, core: DeviceCore) -> None:
         self._core = core
         self.low: Callable[[HostMemory], int] = never_low
-        self._owed = False
+        self._wanted = False
 
     def begin(self) -> None:
-        """See `DevicePool.write_ahead`."""
+        """See `DevicePool.write_ahead`; what the host is short of now is taken when it is looked at later."""
         core = self._core
         core.ahead.stop()
+        self._wanted = True
         missing = self._without_room()
         if not missing:
             return
 
         def copy(stop: Callable[[], bool]) -> None:
-            core.driver.attach()
-            core.copies.make_room(missing, lambda rest: not stop() and self._is_plenty(rest))
+            try:
+                core.driver.attach()
+                core.copies.make_room(missing, lambda rest: not stop() and self._is_plenty(rest))
+            except BaseException:
+                self._wanted = False  # it would not be had the next time either, twice a second
+                raise
 
         core.ahead.start(copy)
 
@@ -74,13 +79,15 @@ class RoomAhead:
 
     def give_back(self) -> int:
         """See `DevicePool.drop_copies`."""
-        self._core.ahead.stop()
-        self._owed = False
-        before = host_bytes(self._core)
-        for tag in self._core.books.in_state(TagState.AWAKE):
-            for segment in tag.segments:
-                self._core.copies.forget(segment)
-        return before - host_bytes(self._core)
+        core = self._core
+        core.ahead.stop()
+        self._wanted = False
+        core.driver.attach()
+        before = host_bytes(core)
+        errors = core.give_up(one for tag in core.books.in_state(TagState.AWAKE) for one in tag.segments)
+        if errors:
+            raise errors[0]
+        return before - host_bytes(core)
 
     # --------------------------------------------------------------------------------- pressure
 
@@ -94,28 +101,33 @@ class RoomAhead:
         low = self.low(room)
         if room.available_bytes < low:
             self._relieve(2 * low)
-        elif self._owed and self._core.ahead.wait(0) and not self._in_transition():
+        elif self._wanted and self._core.ahead.wait(0) and not self._in_transition():
             self._take_again()
 
     def _relieve(self, wanted_bytes: int) -> None:
-        """Give back, until so much is free, what waits for a sleep and holds nothing that a wake needs."""
+        """Give back, until so much is free, what waits for a sleep and holds nothing that a wake needs.
+
+        Raises:
+            DeviceError: the driver refused to unlock some of it, which stays and counts.
+        """
         core = self._core
         core.ahead.stop()
         core.driver.attach()
-        before = host_bytes(core)
+        before, errors = host_bytes(core), []
         for segment in self._idle():
             if core.room().available_bytes >= wanted_bytes:
                 break
-            core.copies.forget(segment)
+            errors += core.give_up([segment])
         given = before - host_bytes(core)
         if given:
-            self._owed = True
             _log.warning(
                 "the host runs short of memory (%s GiB are free now): %s GiB that waited, locked, for the next sleep "
                 "were given back; a sleep takes them again, and so does this rank once there is plenty",
                 gib(core.room().available_bytes),
                 gib(given),
             )
+        if errors:
+            raise errors[0]
 
     def _idle(self) -> list[DeviceSegment]:
         """Segments with host memory that is awake, or asleep without a copy in it."""
@@ -128,7 +140,6 @@ class RoomAhead:
 
     def _take_again(self) -> None:
         missing = self._without_room()
-        self._owed = bool(missing)
         if missing and self._is_plenty(self._core.copies.missing_bytes(missing)):
             _log.info("the host has plenty of memory again: room for the next sleep's copies is taken")
             self.begin()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from omni_notebook.memory.base import HostMemory, Scope
     from omni_notebook.memory.device.checksum import TensorSums
     from omni_notebook.memory.device.driver import Driver, Probe
+    from omni_notebook.memory.device.segments import DeviceSegment
     from omni_notebook.memory.device.tensors import Span
 
 
@@ -40,7 +41,10 @@ class Reading(NamedTuple):
 
 @dataclass
 class DeviceCore:
-    """One pool's state; the pool's lock guards all of it but reading the books."""
+    """One pool's state; the pool's lock guards all of it but reading the books.
+
+    `stuck`: segments that are gone, whose copies' memory the driver did not unlock.
+    """
 
     driver: Driver
     probe: Probe
@@ -57,6 +61,7 @@ class DeviceCore:
         self.copies: Copies = HostCopies(self.driver, Shadow(self.driver))
         self.ahead = WriteAhead()
         self.records: dict[str, TensorSums] = {}
+        self.stuck: list[DeviceSegment] = []
         self._noted: tuple[float, Reading] | None = None
         for name in self.expected_tags:
             self.books[name] = vllm_tag(name)
@@ -77,14 +82,27 @@ class DeviceCore:
 
     def refresh(self) -> None:
         """Take over what vLLM has allocated and freed since."""
-        for gone in self.table.refresh():
+        gone = self.table.refresh()
+        if gone:
             self.ahead.stop()
-            self.copies.forget(gone)
+            self.stuck += gone
+            self.give_up(self.stuck)
+            self.stuck = [one for one in self.stuck if self.copies.has(one)]
         for segment in self.table.all():
             self.books.setdefault(segment.tag, vllm_tag(segment.tag))
         for tag in self.books.values():
             tag.segments = self.table.of(tag.name)
             tag.kept = [one for one in tag.kept if one.segment in tag.segments]
+
+    def give_up(self, segments: Iterable[DeviceSegment]) -> list[DeviceError]:
+        """Give up the copies of these, and their memory; why the driver did not unlock some, which stay and count."""
+        errors = []
+        for segment in segments:
+            try:
+                self.copies.forget(segment)
+            except DeviceError as error:
+                errors.append(error)
+        return errors
 
     def count_used(self) -> None:
         """Bring the tags' `used_bytes` up to date."""

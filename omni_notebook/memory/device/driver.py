@@ -118,7 +118,7 @@ class Driver(Protocol):
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`."""
+        """Undo `pin`; where that is refused the memory stays locked."""
         ...
 
     def near_cpus(self) -> frozenset[int]:

@@ -224,8 +224,12 @@ def pin(address: int, n_bytes: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Undo `pin`."""
-    _driver().cuMemHostUnregister(address)
+    """Undo `pin`.
+
+    Raises:
+        DeviceError: the driver refused; the memory stays locked, and must not be given back.
+    """
+    _check("cuMemHostUnregister", _driver().cuMemHostUnregister(address))
 
 
 def record_event(stream: int) -> int:

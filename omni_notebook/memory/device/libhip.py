@@ -83,8 +83,12 @@ class HipRuntime:
         return bool(error == 0)
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`."""
-        self._library.hipHostUnregister(ctypes.c_void_p(address))
+        """Undo `pin`.
+
+        Raises:
+            DeviceError: the runtime refused; the memory stays locked, and must not be given back.
+        """
+        self._check("hipHostUnregister", self._library.hipHostUnregister(ctypes.c_void_p(address)))
 
     def _check(self, call: str, error: int) -> None:
         if error:

@@ -191,7 +191,13 @@ class DevicePool:
                 self._lock.release()
 
     def drop_copies(self) -> int:
-        """Give back the host memory that waits for the next sleep of what is awake; the bytes."""
+        """Give back the host memory that waits for the next sleep of what is awake; the bytes. Any thread.
+
+        For who measures first sleeps: no order asks for it.
+
+        Raises:
+            DeviceError: the driver refused to unlock some of it, which stays and counts.
+        """
         with self._lock:
             return self._ahead.give_back()
 
@@ -213,7 +219,7 @@ class DevicePool:
     ) -> PrepareReport:
         """Wait for the device, check room, copy to the host what has changed since its last copy; no page is given up.
 
-        `late_copy`: the commit copies, and unmaps each segment behind its copy.
+        `late_copy`: the commit sees what has changed, copies that, and unmaps each segment behind its copy.
 
         Raises:
             ArgumentError: the level or a tag is unknown.
@@ -362,7 +368,7 @@ class DevicePool:
             for segment in self._core.table.all():
                 with contextlib.suppress(DeviceError):
                     self._core.table.unmap(segment)
-                self._core.copies.forget(segment)
+            self._core.give_up([*self._core.table.all(), *self._core.stuck])
             for tag in self._core.books.values():
                 tag.kept_data = {}
             self._core.modules.clear()

@@ -108,14 +108,10 @@ class Shadow:
         self._driver = driver
         self._works = True
 
-    def sums(self, segments: Iterable[DeviceSegment]) -> dict[DeviceSegment, Sums]:
-        """The sums of those segments that are there; empty where none can be had."""
-        return self.take(segments).result()
-
     def take(self, segments: Iterable[DeviceSegment]) -> TakenSums:
-        """The same, left on the device: fetching them waits for copies that are on their way.
+        """The sums of those segments that are there, left on the device: to fetch them waits for copies on their way.
 
-        Where they can not be taken, nothing reads the segments any more.
+        Where they can not be taken there are none, and nothing reads the segments any more.
 
         Raises:
             DeviceError: nobody can tell whether something does.

@@ -11,6 +11,7 @@ from omni_notebook.memory.arena import no_memory
 from omni_notebook.memory.base import PrepareReport, SleepPlan
 from omni_notebook.memory.books import TagState, sleep_cancelled
 from omni_notebook.memory.core import check_level
+from omni_notebook.memory.device.copies import Saving
 from omni_notebook.memory.device.tags import WHOLE, hull, together
 from omni_notebook.memory.device.unmapping import Unmapping, host_address
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from omni_notebook.memory.base import UnmapReport
-    from omni_notebook.memory.device.copies import CopyPlan
     from omni_notebook.memory.device.core import DeviceCore
+    from omni_notebook.memory.device.segments import DeviceSegment
     from omni_notebook.memory.device.tags import DeviceTag, KeptRange
 
 _SPARE = 4
@@ -32,7 +33,7 @@ class DeviceSleeping:
     def __init__(self, core: DeviceCore) -> None:
         self._core = core
         self._unmapping = Unmapping(core)
-        self._late: CopyPlan | None = None
+        self._late: list[DeviceSegment] = []
 
     def plan(self, level: int, names: Collection[str] | None) -> SleepPlan:
         """See `DevicePool.plan`."""
@@ -70,19 +71,19 @@ class DeviceSleeping:
         ranges = core.kept_ranges(tag for tag in chosen if tag not in backed)
         self._check_room(backed, chosen, ranges)
         try:
-            plan = self._plan_copies(backed, cancelled)
-            if not late_copy:
-                self._copy(plan, cancelled)
+            segments = self._make_room(backed, cancelled)
+            saved = Saving(core.copies, [] if late_copy else segments)
+            self._copy(saved, cancelled)
             kept = {name: self._read(several) for name, several in ranges.items()}
         except BaseException:
             self._forget_created(backed)
             raise
-        copy_ms = (time.perf_counter() - started) * 1e3 - plan.checksum_ms
-        self._late = plan if late_copy else None
+        copy_ms = (time.perf_counter() - started) * 1e3 - saved.checksum_ms
+        self._late = segments if late_copy else []
         for tag in chosen:
             data = kept.get(tag.name, {})
             tag.prepare(level, self._kind(tag, level, data), data)
-        return self._report(chosen, backed, plan, modified, checksum_ms + plan.checksum_ms, copy_ms)
+        return self._report(chosen, saved, modified, checksum_ms + saved.checksum_ms, copy_ms)
 
     def _modified(self, chosen: Sequence[DeviceTag], level: int) -> bool | None:
         recorded = [tag for tag in chosen if tag.name in self._core.records]
@@ -106,22 +107,29 @@ class DeviceSleeping:
         for tag in chosen:
             tag.keeps_room = free >= _SPARE * self._core.copies.held_bytes()
 
-    def _plan_copies(self, tags: Sequence[DeviceTag], cancelled: Callable[[], bool] | None) -> CopyPlan:
+    def _make_room(self, tags: Sequence[DeviceTag], cancelled: Callable[[], bool] | None) -> list[DeviceSegment]:
+        """Have host memory for all segments of these; the segments."""
         for tag in tags:
             tag.created = [one for one in tag.segments if not self._core.copies.has(one)]
         segments = [segment for tag in tags for segment in tag.segments]
-        return self._core.copies.plan(segments, lambda: _check(cancelled))
 
-    def _copy(self, plan: CopyPlan, cancelled: Callable[[], bool] | None) -> None:
-        copies = self._core.copies
+        def go_on(_rest: int) -> bool:
+            _check(cancelled)
+            return True
+
+        self._core.copies.make_room(segments, go_on)
+        _check(cancelled)
+        return segments
+
+    def _copy(self, saving: Saving, cancelled: Callable[[], bool] | None) -> None:
         try:
-            for run in plan.runs:
+            for run in saving.runs():
                 _check(cancelled)
-                copies.begin(run)
-            sums = copies.sum_copied(plan)
+                self._core.copies.begin(run)
+            saving.take_rest()
         finally:
             self._core.driver.finish()
-        copies.accept(plan, sums)
+        saving.accept()
 
     def _kept_bytes(self, tags: Sequence[DeviceTag]) -> int:
         ranges = self._core.kept_ranges(tags) if tags else {}
@@ -139,8 +147,7 @@ class DeviceSleeping:
 
     def _forget_created(self, tags: Sequence[DeviceTag]) -> None:
         for tag in tags:
-            for segment in tag.created:
-                self._core.copies.forget(segment)
+            self._core.give_up(tag.created)
             tag.created = []
 
     def _kind(self, tag: DeviceTag, level: int, kept: dict[KeptRange, bytearray]) -> str | None:
@@ -151,21 +158,20 @@ class DeviceSleeping:
     def _report(
         self,
         chosen: Sequence[DeviceTag],
-        backed: Sequence[DeviceTag],
-        plan: CopyPlan,
+        saved: Saving,
         modified: bool | None,
         checksum_ms: float,
         copy_ms: float,
     ) -> PrepareReport:
-        dropping = [tag for tag in chosen if tag not in backed and not tag.keeps_room]
+        dropping = [tag for tag in chosen if tag.backup not in WHOLE and not tag.keeps_room]
         dropped = sum(one.size_bytes for tag in dropping for one in tag.segments if self._core.copies.has(one))
         kept = sum(len(data) for tag in chosen for data in tag.kept_data.values())
         return PrepareReport(
             backup={tag.name: tag.backup for tag in chosen},
             backup_location="host memory" if any(tag.backup for tag in chosen) else None,
             host_backup_bytes=host_bytes(self._core) - dropped,
-            copied_bytes=plan.copied_bytes + kept,
-            skipped_clean_bytes=sum(tag.span_bytes for tag in backed) - plan.copied_bytes,
+            copied_bytes=saved.copied_bytes + kept,
+            skipped_clean_bytes=saved.skipped_bytes,
             modified=modified,
             checksum_ms=checksum_ms,
             copy_ms=copy_ms,
@@ -183,21 +189,20 @@ class DeviceSleeping:
         expected = sum(segment.size_bytes for tag in chosen for segment in tag.slept)
         core.driver.trim()
         report = self._unmapping.measured(chosen, self._late)
-        self._late = None
+        self._late = []
+        notes = [] if report.note is None else [report.note]
         for tag in chosen:
             tag.state, tag.created = TagState.ASLEEP, []
             if tag.backup not in WHOLE and not tag.keeps_room:
-                self._forget(tag)
-        took_ms = (time.perf_counter() - started) * 1e3 - report.copy_ms
-        return msgspec.structs.replace(report, expected_bytes=expected, unmap_ms=took_ms)
-
-    def _forget(self, tag: DeviceTag) -> None:
-        for segment in tag.segments:
-            self._core.copies.forget(segment)
+                errors = core.give_up(tag.segments)
+                notes += [f"host memory of {tag.name!r} stays locked: {error}" for error in errors[:1]]
+        took_ms = (time.perf_counter() - started) * 1e3 - report.checksum_ms - report.copy_ms
+        note = "; ".join(notes) or None
+        return msgspec.structs.replace(report, expected_bytes=expected, unmap_ms=took_ms, note=note)
 
     def abort(self) -> None:
         """See `DevicePool.abort_sleep`."""
-        self._late = None
+        self._late = []
         prepared = self._core.books.in_state(TagState.PREPARED)
         self._forget_created(prepared)
         for tag in prepared:
@@ -216,7 +221,7 @@ class DeviceSleeping:
                 ranges = [kept for kept in kept_ranges[tag.name] if self._core.copies.has(kept.segment)]
                 tag.kept_data = {kept: self._from_copy(kept) for kept in ranges}
                 tag.backup = "host" if tag.kept_data else None
-                self._forget(tag)
+                self._core.give_up(tag.segments)
         return before - host_bytes(self._core)
 
     def _from_copy(self, kept: KeptRange) -> bytearray:

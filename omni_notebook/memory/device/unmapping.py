@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.memory.base import DeviceError, UnmapReport
+from omni_notebook.memory.device.copies import Saving
 from omni_notebook.memory.device.core import Reading
 from omni_notebook.memory.device.measuring import MOVING
 from omni_notebook.memory.device.tags import WHOLE
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from omni_notebook.memory.base import Scope
-    from omni_notebook.memory.device.copies import CopyPlan
     from omni_notebook.memory.device.core import DeviceCore
     from omni_notebook.memory.device.segments import DeviceSegment
     from omni_notebook.memory.device.tags import DeviceTag
@@ -32,8 +32,8 @@ class Unmapping:
     def __init__(self, core: DeviceCore) -> None:
         self._core = core
 
-    def measured(self, chosen: Sequence[DeviceTag], late: CopyPlan | None) -> UnmapReport:
-        """Unmap the tags' segments, `late` (what is still to copy) first copied, and see what left.
+    def measured(self, chosen: Sequence[DeviceTag], late: Sequence[DeviceSegment]) -> UnmapReport:
+        """Unmap the tags' segments, what has changed of `late` first copied, and see what left.
 
         Raises:
             DeviceError: the driver refused every single one, or a copy; all is mapped, contents as they were but for
@@ -48,11 +48,12 @@ class Unmapping:
                 return self._seen(chosen, late, core.reading(), _device_note(core.probe.device_source, alone=alone))
 
     def _seen(
-        self, chosen: Sequence[DeviceTag], late: CopyPlan | None, before: Reading, note: str | None
+        self, chosen: Sequence[DeviceTag], late: Sequence[DeviceSegment], before: Reading, note: str | None
     ) -> UnmapReport:
         others = self._others_bytes()
-        released, notes, copy_ms = self._unmap(chosen, late)
-        if copy_ms:
+        saving = Saving(self._core.copies, late)
+        released, notes, copy_ms = self._unmap(chosen, saving)
+        if late:
             with contextlib.suppress(DeviceError):
                 self._core.driver.trim()  # what taking sums took
         try:
@@ -70,17 +71,20 @@ class Unmapping:
             scope=before.scope,
             unmap_ms=0.0,
             note="; ".join(notes) or None,
+            copied_bytes=saving.copied_bytes,
+            skipped_clean_bytes=saving.skipped_bytes,
+            checksum_ms=saving.checksum_ms,
             copy_ms=copy_ms,
         )
 
-    def _unmap(self, chosen: Sequence[DeviceTag], late: CopyPlan | None) -> tuple[dict[str, int], list[str], float]:
-        """Unmap all; bytes released by tag, what went wrong, milliseconds until the last copy."""
+    def _unmap(self, chosen: Sequence[DeviceTag], saving: Saving) -> tuple[dict[str, int], list[str], float]:
+        """Unmap all; bytes released by tag, what went wrong, milliseconds from the first copy until the last."""
         released = dict.fromkeys((tag.name for tag in chosen), 0)
         errors: list[DeviceError] = []
         gone: list[DeviceSegment] = []
         started = last = time.perf_counter()
         try:
-            with contextlib.closing(self._in_order(chosen, late)) as segments:
+            with contextlib.closing(self._in_order(chosen, saving)) as segments:
                 for segment in segments:
                     last = time.perf_counter()
                     try:
@@ -89,31 +93,28 @@ class Unmapping:
                     except DeviceError as error:
                         errors.append(error)
         except BaseException:
-            self._put_back(chosen, gone)
+            self._put_back(chosen)
             raise
         if errors and not gone and not any(error.lost for error in errors):
             raise errors[0]
-        copy_ms = (last - started) * 1e3 if late is not None and late.runs else 0.0
+        copy_ms = (last - started) * 1e3 - saving.checksum_ms if saving.copied_bytes else 0.0
         return released, list(dict.fromkeys(map(str, errors))), copy_ms
 
-    def _in_order(self, chosen: Sequence[DeviceTag], late: CopyPlan | None) -> Generator[DeviceSegment]:
+    def _in_order(self, chosen: Sequence[DeviceTag], saving: Saving) -> Generator[DeviceSegment]:
         """The segments: those that can be had again at once, others once their copy is there, at last what is given up.
 
         Raises:
             DeviceError: a copy failed.
         """
         segments = [segment for tag in chosen for segment in tag.slept]
-        if late is None or not late.runs:
-            yield from segments
-            return
         given_up = _given_up(chosen)
         marks: dict[DeviceSegment, Any] = {}
         try:
-            for segment, runs in groupby(late.runs, key=lambda run: run.segment):
+            for segment, runs in groupby(saving.runs(), key=lambda run: run.segment):
                 for run in runs:
                     self._core.copies.begin(run)
                 marks[segment] = self._core.driver.mark()
-            sums = self._core.copies.sum_copied(late)
+            saving.take_rest()
             yield from (segment for segment in segments if segment not in marks and segment not in given_up)
             for segment in list(marks):
                 self._core.driver.reached(marks.pop(segment))
@@ -121,7 +122,7 @@ class Unmapping:
             self._core.driver.finish()
         finally:
             self._drop(marks)
-        self._core.copies.accept(late, sums)
+        saving.accept()
         yield from (segment for segment in segments if segment in given_up)
 
     def _drop(self, marks: dict[DeviceSegment, Any]) -> None:
@@ -130,13 +131,14 @@ class Unmapping:
             with contextlib.suppress(DeviceError):
                 self._core.driver.reached(mark)
 
-    def _put_back(self, chosen: Sequence[DeviceTag], segments: Sequence[DeviceSegment]) -> None:
-        """Map again what was unmapped, with its contents; without them nothing of this pool is to be used any more.
+    def _put_back(self, chosen: Sequence[DeviceTag]) -> None:
+        """Map again what has no pages, with its contents; without them nothing of this pool is to be used any more.
 
         Raises:
             DeviceError: that failed too.
         """
         core = self._core
+        segments = [one for tag in chosen for one in tag.slept if not one.mapped]
         lost = _given_up(chosen).intersection(segments)
         whole = {segment for tag in chosen if tag.backup in WHOLE for segment in tag.slept}
         try:

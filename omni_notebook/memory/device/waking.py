@@ -40,6 +40,7 @@ class DeviceWaking:
     def __init__(self, core: DeviceCore) -> None:
         self._core = core
         self._arrivals: Arrivals | None = None
+        self._begun_s = 0.0
 
     def map(self, names: Collection[str] | None, stop: Callable[[], bool] = never) -> MapReport:
         """See `DevicePool.map`."""
@@ -223,7 +224,8 @@ class DeviceWaking:
         except BaseException:
             self.abort()
             raise
-        return MapReport(mapped_bytes=mapped, map_ms=(time.perf_counter() - started) * 1e3), arrivals
+        self._begun_s = time.perf_counter()
+        return MapReport(mapped_bytes=mapped, map_ms=(self._begun_s - started) * 1e3), arrivals
 
     def _places(self, order: Iterable[torch.Tensor]) -> dict[DeviceSegment, int]:
         """The segments that hold these tensors, numbered as they come first."""
@@ -236,7 +238,7 @@ class DeviceWaking:
         self._core.check_open("finish_wake")
         chosen = self._core.books.select(None, TagState.MAPPED, "finish_wake")
         arrivals, self._arrivals = self._arrivals, None
-        started = time.perf_counter()
+        started = time.perf_counter() if arrivals is None else self._begun_s
         self._core.driver.attach()
         try:
             self._core.driver.finish()  # not by the marks: who follows them must not wait for this

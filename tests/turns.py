@@ -1,4 +1,4 @@
-"""Tests run two at a time (`-n 2`), in processes that take turns: one marked `quiet` has the machine to itself."""
+"""With `-n 2` two modules run at a time, in processes that take turns: a `quiet` test has the machine to itself."""
 
 from __future__ import annotations
 

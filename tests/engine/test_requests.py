@@ -278,9 +278,9 @@ def test_a_wait_at_a_gate_has_a_bound(engine: AsyncOmni) -> None:
 
 def test_a_request_has_a_bound_if_the_client_wants_one(engine: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(engine, 1, 0.5):
+        with slow(engine, 1, 2.5):
             with pytest.raises(DeadlineError, match="it is in stage 1"):
-                await collect(engine, timeout=0.1)
+                await collect(engine, timeout=1.5)
             await until(lambda: not engine._core._flows)
             await until(lambda: not engine.status().stages[1].running)
 

@@ -20,15 +20,21 @@ def _shell():
 def shell(_shell):
     """A real shell with the extension loaded; whatever engine a test starts is stopped after it."""
     _shell.reset(new_session=False)
+    _forget()
     _shell.extension_manager.load_extension("omni_notebook")
     yield _shell
+    _forget()
+    _shell.extension_manager.unload_extension("omni_notebook")
+
+
+def _forget():
+    """The process's own session begins anew; calls of the package, in other modules too, leave answers in it."""
     running = session().running
     if running is not None:
         running.shutdown()
     session().use(None)
     session().acks = []
     session().last_traceback = None
-    _shell.extension_manager.unload_extension("omni_notebook")
 
 
 @pytest.fixture

@@ -85,6 +85,12 @@ def rig(request):
 
 
 @pytest.fixture
+def own():
+    """The same on ranges of our own."""
+    return OwnRig()
+
+
+@pytest.fixture
 def run_script(tmp_path):
     """Run a script in a fresh interpreter; its CompletedProcess."""
 

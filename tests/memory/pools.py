@@ -20,6 +20,12 @@ def sleep(pool, level=1, tags=None):
     return prepared, pool.commit_sleep()
 
 
+def late(pool, level=1, tags=None):
+    """The same, the copies left to the second."""
+    prepared = pool.prepare_sleep(level, tags, late_copy=True)
+    return prepared, pool.commit_sleep()
+
+
 def saved(prepared, unmapped):
     """Bytes that a sleep copied, and those that its copies had already."""
     copied = prepared.copied_bytes + unmapped.copied_bytes

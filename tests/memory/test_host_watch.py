@@ -156,21 +156,16 @@ def test_a_sleep_between_its_two_steps_loses_nothing(rig, host, late):
     assert all_equal(rig.copies(), before)
 
 
-def test_memory_that_is_on_its_way_stops_coming(rig):
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(TOTAL - LOW // 2, id="short"),
+        pytest.param(TOTAL - 2 * LOW, id="no plenty"),  # not short, and less than three times that would stay free
+    ],
+)
+def test_memory_that_a_host_has_not_for_a_load_is_taken_once_it_has(rig, others):
     host = Host(rig)
-    host.others = TOTAL - LOW // 2
-    rig.pool.watch_host(TURN_S)
-    rig.pool.write_ahead()
-    assert not rig.pool.wait_write_ahead(10)
-    looked(host)
-    assert rig.pool.host_backup_bytes() == 0
-    host.others = OTHERS_AT_REST
-    until(lambda: rig.pool.host_backup_bytes() == 12 * MIB)
-
-
-def test_a_host_without_plenty_when_a_load_ended_is_taken_from_once_it_has(rig):
-    host = Host(rig)
-    host.others = TOTAL - 2 * LOW  # not short, and less than three times that would stay free
+    host.others = others
     rig.pool.watch_host(TURN_S)
     rig.pool.write_ahead()
     assert not rig.pool.wait_write_ahead(10)

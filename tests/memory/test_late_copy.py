@@ -10,22 +10,12 @@ from omni_notebook.memory.device import shadow
 from tests.memory.fake_cuda import CONTEXT_BYTES, MIB, Rig
 from tests.memory.fake_ranges import OwnRig
 from tests.memory.machines import SPANS, all_equal, resident
-from tests.memory.pools import saved, sleep, wake
+from tests.memory.pools import late, saved, sleep, wake
 
 
 @pytest.fixture(params=[Rig, OwnRig], ids=["vllm", "own"])
 def rig(request):
     return request.param()
-
-
-@pytest.fixture
-def own():
-    return OwnRig()
-
-
-def late(pool, level=1, tags=None):
-    prepared = pool.prepare_sleep(level, tags, late_copy=True)
-    return prepared, pool.commit_sleep()
 
 
 def assert_works(rig, before):

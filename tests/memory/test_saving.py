@@ -10,22 +10,12 @@ from omni_notebook.memory.device import copies, shadow
 from tests.memory.fake_cuda import MIB, Rig
 from tests.memory.fake_ranges import OwnRig
 from tests.memory.machines import SPANS, all_equal, resident
-from tests.memory.pools import saved, wake
+from tests.memory.pools import late, saved, wake
 
 
 @pytest.fixture(params=[Rig, OwnRig], ids=["vllm", "own"])
 def rig(request):
     return request.param()
-
-
-@pytest.fixture
-def own():
-    return OwnRig()
-
-
-def late(pool):
-    prepared = pool.prepare_sleep(1, late_copy=True)
-    return prepared, pool.commit_sleep()
 
 
 def assert_works(rig, before):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -23,13 +24,20 @@ async def answered(engine) -> bool:
     return (await collect(engine, request_id="after", admission_timeout=0.0, timeout=5))[-1].finished
 
 
+@contextlib.asynccontextmanager
+async def under_way(engine, mode="keep", stage_ids=(1,)):
+    """A pause that upstream has heard of and holds back until it is let go."""
+    with held(engine, "pause_generation") as let_go:
+        pause = asyncio.create_task(engine.pause_generation(mode=mode, stage_ids=stage_ids))
+        await until(lambda: let_go.reached)
+        yield pause, let_go
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 @pytest.mark.parametrize("lie", [None, "raise:pause"], ids=["it lands late", "it fails late"])
 def test_resume_during_a_pause_wins_and_the_pause_says_so(engine, mode, lie):
     async def go():
-        with held(engine, "pause_generation") as let_go:
-            pause = asyncio.create_task(engine.pause_generation(mode=mode, stage_ids=[0]))
-            await until(lambda: let_go.reached)
+        async with under_way(engine, mode, [0]) as (pause, let_go):
             await engine.resume_generation()
             assert stages(engine) == OPEN
             if lie is not None:
@@ -82,9 +90,7 @@ def test_a_pause_that_lands_after_its_deadline_and_a_resume_closes_nothing(engin
 
 def test_a_pause_during_which_a_resume_failed_is_on_record_as_failed_and_can_be_resumed(engine):
     async def go():
-        with held(engine, "pause_generation") as let_go:
-            pause = asyncio.create_task(engine.pause_generation(mode="keep", stage_ids=[1]))
-            await until(lambda: let_go.reached)
+        async with under_way(engine) as (pause, let_go):
             lies(engine).add("raise:resume")
             with pytest.raises(PauseError, match="was not resumed"):
                 await engine.resume_generation()
@@ -120,9 +126,7 @@ def test_the_pause_of_a_sleep_that_lands_after_its_deadline_closes_nothing(engin
 
 def test_a_pause_does_not_begin_at_a_stage_that_was_resumed_before_its_turn(engine):
     async def go():
-        with held(engine, "pause_generation") as let_go:
-            pause = asyncio.create_task(engine.pause_generation(mode="keep"))
-            await until(lambda: let_go.reached)
+        async with under_way(engine, stage_ids=None) as (pause, let_go):
             await engine.resume_generation([1])
             let_go()
             with pytest.raises(PauseError, match="stage 1 was resumed"):
@@ -138,9 +142,7 @@ def test_a_resumed_stage_that_could_not_be_kept_is_not_put_back_to_its_pause_bef
     async def go():
         await engine.pause_generation(mode="abort", stage_ids=[1])
         lies(engine).add("step_level")
-        with held(engine, "pause_generation") as let_go:
-            pause = asyncio.create_task(engine.pause_generation(mode="keep", stage_ids=[1]))
-            await until(lambda: let_go.reached)
+        async with under_way(engine) as (pause, let_go):
             await engine.resume_generation()
             let_go()
             with pytest.raises((PauseError, StepLevelError)):
@@ -153,9 +155,7 @@ def test_a_resumed_stage_that_could_not_be_kept_is_not_put_back_to_its_pause_bef
 
 def test_a_stage_that_upstream_does_not_open_after_such_a_pause_is_on_record_as_closed(engine):
     async def go():
-        with held(engine, "pause_generation") as let_go:
-            pause = asyncio.create_task(engine.pause_generation(mode="keep", stage_ids=[1]))
-            await until(lambda: let_go.reached)
+        async with under_way(engine) as (pause, let_go):
             await engine.resume_generation()
             lies(engine).add("raise:resume")
             let_go()

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
+FRAMES_A_TURN = 64
+"""How many frames a worker's loop follows before it turns to what else there is."""
 _NOT_MEASURED = frozenset({"execute", "reached", "collect", "ping", "barrier", "noop", "weights_valid", "load_tensors"})
 """Orders that move no memory, or come too fast to measure after each: the next tick does. After all others memory is
 measured and sent before the answer, so that who has the answer has the memory after it."""
@@ -276,13 +278,13 @@ class Control:
         self._receiver = Receiver(connection)
         self._line = Line(connection)
         self._orders = Orders(connection, self._line)
+        self._ready = select.poll()
+        self._ready.register(connection, select.POLLIN)
 
     def run(self) -> NoReturn:
         """Serve until told to stop, or left alone."""
-        ready = select.poll()
-        ready.register(self._connection, select.POLLIN)
         while True:
-            came = ready.poll(TICK_S * 1000)
+            came = self._ready.poll(TICK_S * 1000)
             if self._line.loop is not None:
                 self._move_to(self._line.loop)
             if came:
@@ -299,7 +301,14 @@ class Control:
 
     def _read_on(self, loop: asyncio.AbstractEventLoop) -> None:
         self._orders.here = True
-        loop.add_reader(self._connection, self._read)
+        loop.add_reader(self._connection, self._read_all)
+
+    def _read_all(self) -> None:
+        """Follow all that came meanwhile: what was asked together begins in one turn of the loop."""
+        for _ in range(FRAMES_A_TURN):
+            self._read()
+            if not self._ready.poll(0):
+                return
 
     def _tick(self) -> None:
         self._orders.sample()

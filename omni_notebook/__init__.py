@@ -82,12 +82,20 @@ def __getattr__(name: str) -> Any:
     elif name == "errors":
         value = import_module("omni_notebook.errors")
     elif name == "__version__":
-        value = import_module("importlib.metadata").version("omni-notebook")
+        value = _version()
     else:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    metadata = import_module("importlib.metadata")
+    try:
+        return str(metadata.version("omni-notebook"))
+    except metadata.PackageNotFoundError:  # a checkout on the path, not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -109,6 +109,31 @@ def test_version_is_the_installed_and_the_declared_one():
 # ----------------------------------------------------------------------------------------- a light import
 
 
+NOT_INSTALLED = """
+import importlib.metadata as metadata
+real = metadata.distribution
+def distribution(name):
+    if name.replace("_", "-") == "omni-notebook":
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.distribution = distribution
+import omni_notebook as omni
+"""
+
+
+def test_a_checkout_that_is_not_installed_audits_and_says_what_it_is():
+    code = f"""{NOT_INSTALLED}
+from omni_notebook import cli
+with omni.AsyncOmni("demo", executor="uni") as engine:
+    known = {{"sampling_params": {{"num_inference_steps": 2}}}}
+    print(omni.audit(engine, [0], cycles=1, **known).record.version, omni.__version__)
+cli.main(["doctor"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "0+unknown 0+unknown\n" in done.stdout, done.stderr
+    assert "PackageNotFoundError" not in done.stderr
+
+
 def test_import_loads_nothing_heavy():
     loaded = json.loads(run_python("import omni_notebook, json, sys; print(json.dumps(sorted(sys.modules)))").stdout)
     assert {module.partition(".")[0] for module in loaded}.isdisjoint(HEAVY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from omni_notebook.memory.base import DeviceError
 from omni_notebook.memory.device import reader as reading
 from omni_notebook.memory.reading import FilePiece
+from omni_notebook.memory.residency import resident_bytes
 from tests.memory.fake_cuda import MIB
 from tests.memory.fake_ranges import OwnMachine
 
@@ -93,6 +95,29 @@ def test_a_reader_serves_again_and_makes_no_more_streams(reader, machine, file, 
         streams.append(set(machine.libcuda.streams))
     assert streams[0] == streams[1] == streams[2]
     assert target[:30_000].numpy().tobytes() == content(file)[2:30_002]
+
+
+@pytest.mark.parametrize("n_bytes", [PART, 150_000])
+def test_each_thread_makes_its_own_buffers_and_one_that_has_nothing_to_read_makes_none(
+    reader, machine, file, target, monkeypatch, n_bytes
+):
+    made, pin = [], machine.libcuda.pin
+    monkeypatch.setattr(
+        machine.libcuda, "pin", lambda *args: (made.append((threading.current_thread().name, args[1])), pin(*args))[1]
+    )
+    reader.read([piece(file, target, 0, n_bytes, 0)], nothing)
+    assert set(made) == {("omni-read", 2 * MIB)}
+    assert len(made) <= (1 if n_bytes == PART else reading.usable_cpus())
+
+
+def test_memory_that_the_driver_does_not_unlock_is_not_given_back(reader, machine, file, target):
+    machine.fail("unpin", 1)
+    with pytest.raises(DeviceError, match="cuMemHostUnregister"):
+        reader.read([piece(file, target, 0, PART, 0)], nothing)
+    gc.collect()  # the error kept what was on its way
+    ((address, n_bytes),) = machine.pinned.items()
+    machine.pinned.clear()
+    assert resident_bytes(address, n_bytes) == n_bytes
 
 
 def test_nothing_to_read_is_fine(reader):

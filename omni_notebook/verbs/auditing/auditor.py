@@ -11,9 +11,9 @@ import gc
 import threading
 import time
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import omni_notebook
 from omni_notebook import units
 from omni_notebook.errors import EngineClosedError, OmniError, StageBusyError
 from omni_notebook.protocol import MemoryState
@@ -309,7 +309,7 @@ class Auditor:
             cycles_asked=plan.cycles,
             started=began.isoformat(timespec="seconds"),
             elapsed_s=elapsed_s,
-            version=metadata.version("omni-notebook"),
+            version=omni_notebook.__version__,
             golden=None if self._golden is None or self._route is None else self._golden.line(self._route),
             cycles=tuple(self._cycles),
             findings=tuple(self._findings),

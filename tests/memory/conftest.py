@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from omni_notebook.memory.cpu import CpuPool
+from omni_notebook.memory.device import tensors
 from tests.memory.fake_cuda import Rig
 from tests.memory.fake_ranges import OwnMachine, OwnRig
 from tests.memory.machines import MACHINES
@@ -51,6 +54,17 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _a_heap_of_its_own(request, monkeypatch):
+    """Who looks for living tensors finds a test's own: a whole run's frozen heap is left as it is."""
+    if "frozen" not in request.fixturenames:
+        monkeypatch.setattr(tensors, "gc", SimpleNamespace(**{**vars(gc), "unfreeze": _nothing, "freeze": _nothing}))
+
+
+def _nothing():
+    pass
 
 
 @pytest.fixture(params=["auto", "checksum"])

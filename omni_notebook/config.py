@@ -91,6 +91,19 @@ _TAKEN = {
         ("kv_transfer_config", "kv_offloading_size", "ec_transfer_config"),
         "is not supported: after a load of weights requests could be answered from what other weights had computed",
     ),
+    **dict.fromkeys(
+        (
+            "cpu_offload_gb",
+            "cpu_offload_params",
+            "offload_backend",
+            "offload_config",
+            "offload_group_size",
+            "offload_num_in_group",
+            "offload_params",
+            "offload_prefetch_step",
+        ),
+        "is not supported: weights that vLLM keeps on the host are in no memory that a sleep moves or a wake reloads",
+    ),
 }
 _OURS = "is set by this package; leave it out"
 VLLM_ARGS_OF_OURS = frozenset({*_TAKEN, "worker_extension_cls", "enable_sleep_mode", "logits_processors"})

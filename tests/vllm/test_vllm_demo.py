@@ -181,6 +181,8 @@ def test_what_can_not_run_on_vllm_is_refused_before_anything_starts(options: dic
         ("kv_transfer_config", "other weights had computed"),
         ("kv_offloading_size", "other weights had computed"),
         ("ec_transfer_config", "other weights had computed"),
+        ("cpu_offload_gb", "no memory that a sleep moves"),
+        ("offload_group_size", "no memory that a sleep moves"),
     ],
 )
 def test_engine_args_do_not_take_what_is_the_stage_s(key: str, message: str) -> None:

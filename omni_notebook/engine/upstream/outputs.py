@@ -76,6 +76,12 @@ async def converted(output: Any, request_id: str, final_type: str) -> OmniReques
     if error:
         msg = f"request {request_id} failed in stage {output.stage_id}: {error}"
         raise UpstreamError(msg)
+    if any(one.finish_reason == "error" for one in output.outputs or ()):
+        msg = (
+            f"request {request_id}: vllm_omni's vLLM ended it in stage {output.stage_id or 0} with an error, "
+            "the log of vllm_omni says why; generate again"
+        )
+        raise UpstreamError(msg)
     sequences = [
         CompletionOutput(
             text=one.text or "",

@@ -89,6 +89,15 @@ def test_a_stage_error_inside_an_output_is_raised(engine):
         asyncio.run(collect(engine))
 
 
+@pytest.mark.parametrize("modalities", [["text"], None], ids=["text", "image"])
+def test_what_upstreams_own_vllm_gave_up_is_an_error_and_no_text(engine, modalities):
+    lies(engine).add("given up")
+    with pytest.raises(UpstreamError, match=r"request r: .* in stage 0 with an error, the log of .* says why"):
+        asyncio.run(collect(engine, request_id="r", output_modalities=modalities))
+    lies(engine).clear()
+    assert asyncio.run(collect(engine, request_id="r"))[-1].state == "finished"
+
+
 def test_a_stream_that_just_ends_is_an_error(engine):
     lies(engine).add("silent")
     with pytest.raises(UpstreamError, match="without a finished output"):

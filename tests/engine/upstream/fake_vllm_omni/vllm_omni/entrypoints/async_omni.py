@@ -129,6 +129,9 @@ class AsyncOmni:
             yield self._text(request_id, list(ids), None, finished=False)
         if "silent" in self.lies:
             return
+        if "given up" in self.lies:
+            yield self._text(request_id, ids, "error", finished=True)
+            return
         yield self._text(request_id, ids, "length", finished=True)
         if modalities == ["text"]:
             return

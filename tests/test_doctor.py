@@ -14,7 +14,7 @@ import pytest
 
 import omni_notebook
 from omni_notebook import cli
-from omni_notebook.cli import facts
+from omni_notebook.cli import facts, screen
 from omni_notebook.memory.base import HostMemory
 
 MIB = 1024**2
@@ -132,3 +132,14 @@ def test_doctor_says_when_the_demos_weights_are_missing(no_probe, monkeypatch, c
     monkeypatch.setattr(facts, "DEMO_FOLDER", tmp_path)
     assert cli.main(["doctor"]) == 1
     assert f"the demo's weights are not in {tmp_path}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_stands_in_brackets_is_shown(capsys):
+    table = screen.plain_grid()
+    table.add_row("–", "diffusers", "pip install 'omni-notebook[diffusers]'")
+    screen.console().print(table)
+    screen.console().print("[server]")
+    assert capsys.readouterr().out.splitlines() == [
+        "–  diffusers      pip install 'omni-notebook[diffusers]'",
+        "[server]",
+    ]

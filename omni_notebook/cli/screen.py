@@ -34,7 +34,7 @@ class _Screen(Console):
 
 def console() -> Console:
     """A console on stdout; without colours and of a fixed width where that is no terminal."""
-    return _Screen(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    return _Screen(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
 
 
 class TerminalFrontend(PlainFrontend):

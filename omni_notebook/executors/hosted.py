@@ -32,6 +32,11 @@ _RAISED = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception|Interrupt): .*$")
 _POINTS_ELSEWHERE = re.compile(r"[Ss]ee (?:root cause|stack trace)|initialization failed")
 _FATAL = "EngineCore encountered a fatal error"
 """What vLLM prints when its engine core ends by an error of its own."""
+_CURES = {
+    "torchvision::": "the torchvision that is installed was made for another torch, and text needs none: "
+    "pip uninstall -y torchvision torchaudio torchcodec",
+}
+"""What vLLM's error does not say: part of it, and what helps."""
 GRACE_S = 2.0
 """The host says itself which ranks were silent; it is given this long to say so."""
 
@@ -219,7 +224,8 @@ def _with_last_words(error: WorkerDiedError, where: RankId) -> WorkerDiedError:
 def _root_cause(error: RuntimeError, log_lines: list[str], where: RankId) -> str:
     """VLLM's error with the one that it had printed before: that of the process in which it happened."""
     cause = _last_raised(log_lines) or " ".join(str(error).split())
-    return f"stage {where.stage_id}: vLLM could not start: {cause}. Nothing is left of it"
+    cure = next((f"; {cure}" for words, cure in _CURES.items() if words in cause), "")
+    return f"stage {where.stage_id}: vLLM could not start: {cause}{cure}. Nothing is left of it"
 
 
 def _last_raised(log_lines: list[str]) -> str | None:

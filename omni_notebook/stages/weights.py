@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.errors import ConfigError, DeadlineError, NeedsWeightsError, WorkerDiedError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from omni_notebook.stages.tensor_source import Answer
 
 WEIGHTS_REASON = "weights"
+_UNCHANGED = re.compile(r"[.;] nothing changed$", re.IGNORECASE)
+"""What a rank says at the end of its error, which the stage says with its state."""
 FAILED_PATIENCE_S = 2.0
 """What a FAILED stage has on its device is given this long to end."""
 START_S = 1800.0
@@ -155,7 +158,7 @@ class _Load:
             now = f"nothing changed, stage {number} is {stage.state}"
             if _failed(stage):
                 now = f"stage {number} has FAILED, call restart({number})"
-            error.args = (f"{error}; {now}",)
+            error.args = (f"{_UNCHANGED.sub('', str(error))}; {now}",)
         return error
 
     def _broken_off(self, error: Exception) -> str:

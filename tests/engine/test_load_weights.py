@@ -9,6 +9,7 @@ import signal
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from omni_notebook.errors import (
     StageBusyError,
     WakeError,
 )
-from omni_notebook.stages import tensor_source
+from omni_notebook.protocol import MemoryState
+from omni_notebook.stages import tensor_source, weights
 from tests.engine.engine_helpers import collect, golden, slow, until
 from tests.engine.weights_helpers import FOLDERS, others, restored, saved, shipped, state, stream, version
 
@@ -442,3 +444,10 @@ def test_what_a_keep_pause_freezes_on_a_text_stage_goes_on_and_says_on_which_wei
         assert mixed.count([old, "new"]) == frozen.running
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", ["", ". Nothing changed", "; nothing changed"])
+def test_that_nothing_changed_is_said_once_and_with_the_state(end):
+    stage = Mock(stage_id=0, state=MemoryState.AWAKE)
+    error = weights._Load(stage, "/models/x", None, Mock())._named(ConfigError(f"/models/x does not fit{end}"))
+    assert str(error) == "/models/x does not fit; nothing changed, stage 0 is AWAKE"

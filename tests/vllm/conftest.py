@@ -89,6 +89,10 @@ class Left(NamedTuple):
         now = Left.now()
         return Left(now.pids - self.pids, now.memory - self.memory)
 
+    def both(self, other: Left) -> Left:
+        """What is in this and in the other."""
+        return Left(self.pids & other.pids, self.memory & other.memory)
+
     @classmethod
     def now(cls) -> Left:
         """What there is."""

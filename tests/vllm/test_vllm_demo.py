@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +11,9 @@ import pytest
 import torch
 
 import omni_notebook as omni
-from omni_notebook.config import DEMO_FOLDER
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ArgumentError, ConfigError, UnsupportedError
 from tests.engine.engine_helpers import PARAMS, collect, golden
-from tests.vllm.conftest import SMALL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -96,24 +91,6 @@ def test_a_restart_in_mid_plan_ends_in_the_same_plan(demo: AsyncOmni) -> None:
 def test_an_audit_of_the_vllm_stage_passes(demo: AsyncOmni) -> None:
     report = omni.audit(demo, [0], level=2, cycles=2, prompt=PROMPTS[0], sampling_params={"num_inference_steps": 3})
     assert report.verdict == "PASS", report
-
-
-KERNEL = f"""
-import json, logging, sys
-from omni_notebook import AsyncOmni
-with AsyncOmni({str(DEMO_FOLDER / "thinker")!r}, runtime="vllm", engine_args={SMALL!r}) as engine:
-    handlers = [len(logging.getLogger(name).handlers) for name in (None, "vllm")]
-    print(json.dumps(["vllm" in sys.modules, handlers, engine.logs(0)]))
-"""
-
-
-def test_the_kernel_s_process_stays_as_it_was() -> None:
-    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, timeout=120, check=True)
-    vllm, handlers, logs = json.loads(done.stdout)
-    assert not vllm
-    assert handlers == [0, 0]
-    assert any("vllm" in line.lower() for line in logs)
-    assert done.stderr == ""
 
 
 def test_bad_requests_end_alone(demo: AsyncOmni) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -12,8 +13,9 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
@@ -25,7 +27,6 @@ from omni_notebook.errors import ConfigError, StageFailedError, WorkerDiedError
 from omni_notebook.worker.vllm import leftovers
 from omni_notebook.worker.vllm.versions import UntestedVersionWarning, warn_if_untested
 from tests.engine.engine_helpers import collect, until
-from tests.vllm import falling
 from tests.vllm.conftest import NOTHING, SMALL, Left
 
 if TYPE_CHECKING:
@@ -90,45 +91,6 @@ def test_a_process_that_is_killed_fails_the_stage_by_name_and_a_restart_serves_a
     asyncio.run(scenario())
 
 
-def test_a_step_that_raises_fails_the_stage_and_everybody_hears_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    falling.install(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    engine = AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL)
-
-    async def scenario() -> None:
-        golden = (await collect(engine))[-1].text
-        with pytest.raises(StageFailedError, match=rf"ended, .*{falling.WORDS}'\); .*restart\(0\)"):
-            await collect(engine, falling.FALLS)
-        await until(lambda: str(engine.status().stages[0].state) == "FAILED")
-        assert falling.WORDS in engine.status().stages[0].last_error
-        await engine.restart(0)
-        assert (await collect(engine))[-1].text == golden
-
-    with engine:
-        asyncio.run(scenario())
-
-
-def test_an_engine_core_of_one_rank_that_hangs_is_replaced_at_the_deadline_and_its_request_goes_on(
-    before: Left, llama: Path
-) -> None:
-    engine = AsyncOmni(str(llama), runtime="vllm", engine_args=SMALL)
-
-    async def scenario() -> None:
-        asked = {"prompt": {"prompt_token_ids": [5] * 40}, "sampling_params": {"max_tokens": 600}}
-        golden = (await collect(engine, **asked))[-1].outputs[0].token_ids
-        running = asyncio.create_task(collect(engine, **asked))
-        await until(lambda: engine.status().stages[0].running == 1)
-        os.kill(engine.status().stages[0].ranks[0].pid, signal.SIGSTOP)
-        await engine.restart(0, timeout=2)
-        assert (await running)[-1].outputs[0].token_ids == golden
-
-    with engine:
-        asyncio.run(scenario())
-    asyncio.run(until(lambda: before.since() == NOTHING))
-
-
 def test_a_host_that_is_killed_leaves_nothing_and_a_restart_serves_again(pair: AsyncOmni) -> None:
     async def scenario() -> None:
         golden = (await collect(pair, output_modalities="text"))[-1].text
@@ -190,15 +152,6 @@ def _named(line: str) -> list[str]:
     return [memory, f"sem.{semaphore.removeprefix('/')}"]
 
 
-def test_a_long_temporary_folder_is_no_obstacle(before: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 80)
-    long.mkdir()
-    monkeypatch.setenv("TMPDIR", str(long))
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'no_such_option'"):  # it got that far
-        AsyncOmni(THINKER, runtime="vllm", engine_args={**SMALL, "no_such_option": 1})
-    asyncio.run(until(lambda: before.since() == NOTHING))
-
-
 def _broken(folder: Path) -> str:
     shutil.copytree(THINKER, folder)
     file = folder / "model.safetensors"
@@ -206,46 +159,39 @@ def _broken(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "broken", "message"),
-    [
-        ({"no_such_option": 1}, False, "unexpected keyword argument 'no_such_option'"),
-        (
-            {"kv_cache_memory_bytes": 1024},
-            False,
-            "vailable memory for the cache|available KV cache memory",
-        ),
-        ({}, True, "SafetensorError: .*file not fully covered"),
-    ],
-    ids=["unknown option", "no room for the cache", "half a checkpoint"],
-)
-def test_a_start_that_fails_says_the_root_cause_and_leaves_nothing(
-    before: Left, tmp_path: Path, arguments: dict, broken: bool, message: str
-) -> None:
-    model = _broken(tmp_path / "half") if broken else THINKER
-    with pytest.raises(ConfigError, match=message):
-        AsyncOmni(model, runtime="vllm", engine_args={**SMALL, **arguments})
+FAIL: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "unknown option": ({"no_such_option": 1}, False, "unexpected keyword argument 'no_such_option'"),
+    "no room for the cache": (
+        {"kv_cache_memory_bytes": 1024},
+        False,
+        "vailable memory for the cache|available KV cache memory",
+    ),
+    "half a checkpoint": ({}, True, "SafetensorError: .*file not fully covered"),
+}
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each start of `FAIL` said; most of a start is imports, which take one processor, so all begin at once."""
+    half = _broken(tmp_path_factory.mktemp("half") / "thinker")
+    before = Left.now()
+
+    def start(what: str) -> str:
+        arguments, broken, _ = FAIL[what]
+        with pytest.raises(ConfigError) as caught:
+            AsyncOmni(half if broken else THINKER, runtime="vllm", engine_args={**SMALL, **arguments})
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as pool:
+        said = dict(zip(FAIL, pool.map(start, FAIL), strict=True))
     asyncio.run(until(lambda: before.since() == NOTHING))
+    return said
 
 
-def test_a_restart_that_fails_leaves_nothing_and_the_next_one_serves(before: Left, tmp_path: Path) -> None:
-    engine = AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL)
-
-    async def scenario() -> None:
-        golden = (await collect(engine))[-1].text
-        folder = shutil.copytree(THINKER, tmp_path / "gone")
-        await engine.load_weights(0, str(folder))
-        shutil.rmtree(folder)
-        with pytest.raises(ConfigError, match="gone"):
-            await engine.restart(0)
-        await until(lambda: before.since() == NOTHING)
-        assert str(engine.status().stages[0].state) == "FAILED"
-        shutil.copytree(THINKER, folder)
-        await engine.restart(0)
-        assert (await collect(engine))[-1].text == golden
-
-    with engine:
-        asyncio.run(scenario())
+@pytest.mark.parametrize("what", FAIL)
+def test_a_start_that_fails_says_the_root_cause_and_leaves_nothing(failed: dict[str, str], what: str) -> None:
+    *_, message = FAIL[what]
+    assert re.search(message, failed[what])
 
 
 class Enough(Exception):  # noqa: N818  (a wish, not an error)
@@ -270,6 +216,38 @@ def test_a_start_that_is_called_off_ends_long_before_vllm_is_ready_and_leaves_no
 KERNEL = f"""
 from omni_notebook import AsyncOmni
 engine = AsyncOmni({THINKER!r}, runtime="vllm", engine_args={SMALL!r})
+"""
+SHUTS_DOWN = f"""
+{KERNEL}
+import json, logging, sys, time
+handlers = [len(logging.getLogger(name).handlers) for name in (None, "vllm")]
+logs = engine.logs(0)
+began_s = time.perf_counter()
+engine.shutdown()
+print(json.dumps(["vllm" in sys.modules, handlers, logs, time.perf_counter() - began_s]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_kernel_s_process_stays_as_it_was_and_a_shutdown_is_quick_and_leaves_nothing(before: Left) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SHUTS_DOWN], **pipes) as kernel:
+        try:
+            vllm, handlers, logs, shutdown_s = json.loads(kernel.stdout.readline())
+            asyncio.run(until(lambda: before.since() == NOTHING))  # while the kernel goes on
+            _, errors = kernel.communicate(timeout=20)
+        finally:
+            kernel.kill()
+    assert kernel.returncode == 0
+    assert not vllm
+    assert handlers == [0, 0]
+    assert any("vllm" in line.lower() for line in logs)
+    assert errors == ""
+    assert shutdown_s < 5
+
+
+SLEEPS = f"""
+{KERNEL}
 print("ready", flush=True)
 import time
 time.sleep(600)
@@ -280,7 +258,7 @@ time.sleep(600)
 def test_nothing_outlives_a_kernel_that_is_killed(before: Left, moment: str) -> None:
     kernel = subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with kernel:
-        kernel.stdin.write(KERNEL)
+        kernel.stdin.write(SLEEPS)
         kernel.stdin.close()
         if moment == "when it is ready":
             assert kernel.stdout.readline() == "ready\n"
@@ -290,14 +268,6 @@ def test_nothing_outlives_a_kernel_that_is_killed(before: Left, moment: str) -> 
     asyncio.run(until(lambda: not before.since().pids, seconds=10))
     if moment == "when it is ready":
         asyncio.run(until(lambda: not before.since().memory, seconds=10))
-
-
-def test_a_shutdown_is_quick_and_leaves_nothing(before: Left) -> None:
-    engine = AsyncOmni(THINKER, runtime="vllm", engine_args=SMALL)
-    began_s = time.perf_counter()
-    engine.shutdown()
-    assert time.perf_counter() - began_s < 5
-    asyncio.run(until(lambda: before.since() == NOTHING))
 
 
 @pytest.mark.parametrize(("version", "warned"), [("0.23.1", True), ("0.24.0", False), ("0.32.0", False), ("1.0", True)])

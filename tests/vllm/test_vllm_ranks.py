@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import OmniRequestOutput
 
 PROMPT = {"prompt_token_ids": list(range(3, 303))}  # more than two blocks of the cache
-LONG = {"max_tokens": 600}
-SHORT = {"max_tokens": 24}
+LONG = {"max_tokens": 200}  # seconds, for what happens in milliseconds
+SHORT = {"max_tokens": 8}
 
 
 async def outputs(engine: AsyncOmni, params: dict[str, Any] = SHORT, **known: Any) -> list[OmniRequestOutput]:

@@ -53,6 +53,11 @@ class TalkingHost:
         time.sleep(seconds)
         self._noted.append([value, threading.current_thread().name])
 
+    def mark(self, value: int) -> None:
+        """Note it, and what the loop turns to next."""
+        self._noted.append(value)
+        self._loop.call_soon(self._noted.append, "next turn")
+
     def noted(self) -> list[Any]:
         return self._noted
 

@@ -40,7 +40,7 @@ from omni_notebook.executors.mp.messages import (
     ToChild,
     payload,
 )
-from omni_notebook.executors.mp.wire import Receiver, pack
+from omni_notebook.executors.mp.wire import FRAMES_A_TURN, Receiver, pack
 from omni_notebook.worker.faults import describe
 from omni_notebook.worker.methods import AT_ONCE, signature
 from omni_notebook.worker.reports import WorkerSpec
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
-FRAMES_A_TURN = 64
-"""How many frames a worker's loop follows before it turns to what else there is."""
 _NOT_MEASURED = frozenset({"execute", "reached", "collect", "ping", "barrier", "noop", "weights_valid", "load_tensors"})
 """Orders that move no memory, or come too fast to measure after each: the next tick does. After all others memory is
 measured and sent before the answer, so that who has the answer has the memory after it."""

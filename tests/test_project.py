@@ -127,11 +127,13 @@ from omni_notebook import cli
 with omni.AsyncOmni("demo", executor="uni") as engine:
     known = {{"sampling_params": {{"num_inference_steps": 2}}}}
     print(omni.audit(engine, [0], cycles=1, **known).record.version, omni.__version__)
-cli.main(["doctor"])
+cli.main(["doctor", "--json"])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "0+unknown 0+unknown\n" in done.stdout, done.stderr
-    assert "PackageNotFoundError" not in done.stderr
+    audited, _, doctors = done.stdout.partition("\n")
+    assert audited == "0+unknown 0+unknown", done.stderr
+    assert json.loads(doctors)["version"] == "0+unknown"
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
 
 def test_import_loads_nothing_heavy():

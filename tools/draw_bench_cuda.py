@@ -2,8 +2,8 @@
 
     python tools/draw_bench_cuda.py benchmarks/results/2026-12-01-h200-cuda.json
 
-The file holds raw times as `$OMNI_BENCH_RAW` of `benchmarks.bench_cuda` has them, by "PEER WEIGHTS:CACHE", in runs; the
-first run has all peers on one size.
+The file is a list of runs, each as `$OMNI_BENCH_RAW` of `benchmarks.bench_cuda` has it (times by "PEER WEIGHTS:CACHE");
+the first has all peers on one size, the others are ours at other sizes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ STEPS = {
     "sleep 2": "level-2 sleep",
 }
 RATIOS = {
-    "sleep 1, all changed": ("level-1 sleep, all changed", BLUE, "o", 1.05),
-    "wake 1": ("level-1 wake", GREEN, "s", 1.12),
-    "wake 2 to verified weights, the cache later": ("level-2 wake to verified weights", RED, "^", 1 / 0.6),
+    "sleep 1, all changed": ("level-1 sleep, all changed", "floor out", BLUE, "o", 1.05),
+    "wake 1": ("level-1 wake", "floor in", GREEN, "s", 1.12),
+    "wake 2 to verified weights, the cache later": ("level-2 wake to verified weights", "floor in", RED, "^", 1 / 0.6),
 }
-"""What is told beside the link: its name, colour, mark, and the design's bar."""
+"""What is told beside the link: its name, which way, colour, mark, and the design's bar."""
 WIDTH = 0.2
 
 
@@ -68,9 +68,9 @@ def sizes(axes: Axes, runs: list[dict[str, Any]]) -> None:
     """Ours beside the link, at every size."""
     found = {name.split()[1]: answer for run in runs[1:] for name, answer in run.items()}
     names = sorted(found, key=lambda size: [int(number) for number in size.split(":")])
-    for number, (step, (title, colour, mark, bar)) in enumerate(RATIOS.items()):
+    for number, (step, (title, link, colour, mark, bar)) in enumerate(RATIOS.items()):
         points = [
-            (place + (number - 1) * WIDTH, ms / min(found[size]["times"]["floor out"]))
+            (place + (number - 1) * WIDTH, ms / min(found[size]["times"][link]))
             for place, size in enumerate(names)
             if (ms := best(found[size], step)) is not None
         ]

@@ -59,7 +59,7 @@ def _one_thread():
 @pytest.fixture(autouse=True)
 def _a_heap_of_its_own(request, monkeypatch):
     """Who looks for living tensors finds a test's own: a whole run's frozen heap is left as it is."""
-    if "frozen" not in request.fixturenames:
+    if request.node.get_closest_marker("whole_heap") is None:
         monkeypatch.setattr(tensors, "gc", SimpleNamespace(**{**vars(gc), "unfreeze": _nothing, "freeze": _nothing}))
 
 

@@ -246,6 +246,7 @@ def test_many_small_buffers_are_kept_each_in_its_place_and_come_in_few_copies(ri
     assert (block == 99).sum() == 0
 
 
+@pytest.mark.whole_heap
 @pytest.mark.parametrize("frozen", [False, True])
 def test_living_tensors_that_no_module_has_are_found_in_a_frozen_heap_too(rig, frozen):
     scratch = rig.machine.tensor("kv_cache", (7,)).fill_(1)

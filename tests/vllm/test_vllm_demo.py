@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import omni_notebook as omni
+from omni_notebook.config import OFFLOADING
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import ArgumentError, ConfigError, UnsupportedError
 from tests.engine.engine_helpers import PARAMS, collect, golden
@@ -158,8 +159,7 @@ def test_what_can_not_run_on_vllm_is_refused_before_anything_starts(options: dic
         ("kv_transfer_config", "other weights had computed"),
         ("kv_offloading_size", "other weights had computed"),
         ("ec_transfer_config", "other weights had computed"),
-        ("cpu_offload_gb", "no memory that a sleep moves"),
-        ("offload_group_size", "no memory that a sleep moves"),
+        *((name, "no memory that a sleep moves") for name in OFFLOADING),
     ],
 )
 def test_engine_args_do_not_take_what_is_the_stage_s(key: str, message: str) -> None:

@@ -233,7 +233,10 @@ def test_a_kernel_s_process_stays_as_it_was_and_a_shutdown_is_quick_and_leaves_n
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SHUTS_DOWN], **pipes) as kernel:
         try:
-            vllm, handlers, logs, shutdown_s = json.loads(kernel.stdout.readline())
+            line = kernel.stdout.readline()
+            if not line:
+                pytest.fail(kernel.communicate(timeout=20)[1])
+            vllm, handlers, logs, shutdown_s = json.loads(line)
             asyncio.run(until(lambda: before.since() == NOTHING))  # while the kernel goes on
             _, errors = kernel.communicate(timeout=20)
         finally:

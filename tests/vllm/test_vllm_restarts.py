@@ -86,11 +86,12 @@ def test_an_engine_core_of_one_rank_that_hangs_is_replaced_at_the_deadline_and_i
 ) -> None:
     async def scenario() -> None:
         golden = await tokens(one, 250)
+        replaced, hanging = before.since(), rank(one)
+        assert hanging.pid in replaced.pids
         running = asyncio.create_task(tokens(one, 250))
         await until(lambda: one.status().stages[0].running == 1)
-        replaced = before.since()
-        hanging = rank(one)
         hanging.suspend()
+        assert not running.done()
         try:
             await one.restart(0, timeout=2)
         finally:

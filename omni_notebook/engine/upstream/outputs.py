@@ -77,8 +77,9 @@ async def converted(output: Any, request_id: str, final_type: str) -> OmniReques
         msg = f"request {request_id} failed in stage {output.stage_id}: {error}"
         raise UpstreamError(msg)
     if any(one.finish_reason == "error" for one in output.outputs or ()):
+        where = "" if output.stage_id is None else f" in stage {output.stage_id}"
         msg = (
-            f"request {request_id}: vllm_omni's vLLM ended it in stage {output.stage_id or 0} with an error, "
+            f"request {request_id}: vllm_omni's vLLM ended it{where} with an error, "
             "the log of vllm_omni says why; generate again"
         )
         raise UpstreamError(msg)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
 import gc
 import importlib.util
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import psutil
 
 from benchmarks import Figure
-from benchmarks.vllm_models import BIG, SMALL, write_llama
+from benchmarks.vllm_models import BIG, LLAMA_8B, SMALL, write_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +30,8 @@ REQUESTS, TOKENS = 32, 128
 PAIRS, IN_A_ROW, VARIED = 60, 4, 64
 """Throughput: so many clients at once, each with so many requests one after the other, so many tokens more or less
 each, so that they do not end together; both sides in turns."""
-STUDENT_T = {12: 2.20, 24: 2.07, 40: 2.02, 60: 2.00}
-"""By the number of pairs, 95 %."""
+STUDENT_T = {2: 12.71, 6: 2.57, 12: 2.20, 24: 2.07, 40: 2.02, 60: 2.00}
+"""By the number of pairs at least, 95 %."""
 BURSTS = 12
 """All clients at once, one request of `TOKENS` each: what a batch of prompts waits for."""
 ROUNDS, FIRSTS = 15, 20
@@ -40,6 +42,27 @@ CYCLES = 5
 ENOUGH = 12
 """Processors for cores, our host process and the client to have their own."""
 PROMPT = list(range(3, 131))
+SHAPES = {"1.8B": BIG, "8B": LLAMA_8B, "small": SMALL}
+
+
+class Plan(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        shape: the model's, a key of `SHAPES`.
+        pairs: of sustained load.
+        seconds: how long those may take; fewer are made where they take longer.
+        parts: "generation", "cycles".
+        cycles: of each level, at least two.
+        bare_first: whether vLLM's own sleeps and wakes go first in each cycle.
+    """
+
+    shape: str
+    pairs: int = PAIRS
+    seconds: float = math.inf
+    parts: tuple[str, ...] = ("generation", "cycles")
+    cycles: int = CYCLES
+    bare_first: bool = False
 
 
 class Side(Protocol):
@@ -103,27 +126,34 @@ def _lengths(number: int, in_a_row: int) -> list[int]:
     return [TOKENS - VARIED + (37 * number + 53 * turn) % (2 * VARIED + 1) for turn in range(in_a_row)]
 
 
-async def _pairs(ours: Side, bare: Side, pairs: int, in_a_row: int) -> dict[Side, list[tuple[float, float]]]:
+async def _pairs(
+    ours: Side, bare: Side, pairs: int, in_a_row: int, seconds: float = math.inf
+) -> dict[Side, list[tuple[float, float]]]:
     found: dict[Side, list[tuple[float, float]]] = {ours: [], bare: []}
+    until_s = time.perf_counter() + seconds
     for pair in range(pairs):
+        if pair >= min(STUDENT_T) and time.perf_counter() > until_s:
+            break
         for place, side in enumerate((bare, ours) if pair % 2 else (ours, bare)):
             found[side].append(await _rate(side, f"p{in_a_row}-{pair}-{place}", in_a_row))
     return found
 
 
-async def _compare(ours: Side, bare: Side) -> list[Figure]:
+async def _compare(ours: Side, bare: Side, plan: Plan) -> list[Figure]:
     for side, name in ((ours, "warm-o"), (bare, "warm-b")):
         await _rate(side, name, 1)
     gc.collect()
     gc.freeze()  # as vLLM's server does: a full collection looks at all of vLLM, and no token comes meanwhile
-    kept = await _pairs(ours, bare, PAIRS, IN_A_ROW)
+    kept = await _pairs(ours, bare, plan.pairs, IN_A_ROW, plan.seconds)
+    _note_raw({"kept": list(kept.values())})
     bursts = await _pairs(ours, bare, BURSTS, 1)
+    _note_raw({"bursts": list(bursts.values())})
     firsts: dict[Side, list[float]] = {ours: [], bare: []}
     for turn in range(ROUNDS):
         for side in (bare, ours) if turn % 2 else (ours, bare):
             times = [await side.generate(f"f{turn}-{number}-{id(side)}", 2) for number in range(FIRSTS + 1)]
             firsts[side] += [1e3 * seconds for seconds in times[1:]]
-    _note_raw({"kept": list(kept.values()), "bursts": list(bursts.values()), "firsts": list(firsts.values())})
+    _note_raw({"firsts": list(firsts.values())})
     throughput = _throughput(
         "sustained",
         kept[ours],
@@ -148,9 +178,10 @@ def _note_raw(raw: dict[str, Any]) -> None:
 
 
 def _throughput(what: str, ours: list[tuple[float, float]], bare: list[tuple[float, float]], load: str) -> Figure:
-    losses = [1 - one / other for (one, _), (other, _) in zip(ours, bare, strict=True)]
-    mean = statistics.mean(losses)
-    half = STUDENT_T[len(losses)] * statistics.stdev(losses) / len(losses) ** 0.5
+    losses = [math.log(other / one) for (one, _), (other, _) in zip(ours, bare, strict=True)]
+    mean = 1 - math.exp(-statistics.mean(losses))
+    t = STUDENT_T[max(known for known in STUDENT_T if known <= len(losses))]
+    half = t * statistics.stdev(losses) / len(losses) ** 0.5
     best = 1 - max(ours)[0] / max(bare)[0]
     return Figure(
         what=f"generation through a vLLM stage, {what}",
@@ -183,7 +214,7 @@ def _first(ours: list[float], bare: list[float]) -> Figure:
     )
 
 
-async def _cycles(engine: Any, bare: Bare) -> list[Figure]:
+async def _cycles(engine: Any, bare: Bare, cycles: int, *, bare_first: bool) -> list[Figure]:
     """Sleep and wake of both, in turns; vLLM's level 2 is woken by its own recipe (wake, then reload)."""
     took: dict[str, list[float]] = {}
     phases: dict[str, list[str]] = {}
@@ -202,15 +233,19 @@ async def _cycles(engine: Any, bare: Bare) -> list[Figure]:
         await bare.llm.wake_up(["kv_cache"])
 
     llm = bare.llm
-    for _ in range(CYCLES):
-        await timed("ours: sleep 1", engine.sleep([0], level=1))
-        await timed("ours: wake 1", engine.wake_up([0]))
-        await timed("vLLM: sleep 1", llm.sleep(1))
-        await timed("vLLM: wake 1", llm.wake_up())
-        await timed("ours: sleep 2", engine.sleep([0], level=2))
-        await timed("ours: wake 2", engine.wake_up([0]))
-        await timed("vLLM: sleep 2", llm.sleep(2))
-        await timed("vLLM: wake 2", reload())
+
+    async def our_turn(level: int) -> None:
+        await timed(f"ours: sleep {level}", engine.sleep([0], level=level))
+        await timed(f"ours: wake {level}", engine.wake_up([0]))
+
+    async def its_turn(level: int) -> None:
+        await timed(f"vLLM: sleep {level}", llm.sleep(level))
+        await timed(f"vLLM: wake {level}", llm.wake_up() if level == 1 else reload())
+
+    for _ in range(cycles):
+        for level in (1, 2):
+            for turn in (its_turn, our_turn) if bare_first else (our_turn, its_turn):
+                await turn(level)
     _note_raw({"cycles": took})
     return [
         Figure(
@@ -221,11 +256,11 @@ async def _cycles(engine: Any, bare: Bare) -> list[Figure]:
             floor_is="vLLM's own in the same run",
             bar="no slower",
             met=pick(took[f"ours: {what}"]) <= 1.05 * pick(took[f"vLLM: {what}"]),
-            note=f"{CYCLES} cycles in turns; ours measures, checks and answers a rank; of that, ms: "
+            note=f"{cycles} cycles in turns; ours measures, checks and answers a rank; of that, ms: "
             + phases[f"ours: {what}"][took[f"ours: {what}"].index(pick(took[f"ours: {what}"]))],
         )
         for what in ("sleep 1", "wake 1", "sleep 2", "wake 2")
-        for when, pick in _PICKS.items()
+        for when, pick in {"first": _first_of, f"best of {cycles - 1} after": _best_after}.items()
     ]
 
 
@@ -237,25 +272,23 @@ def _best_after(times: list[float]) -> float:
     return min(times[1:])
 
 
-_PICKS = {"first": _first_of, f"best of {CYCLES - 1} after": _best_after}
-
-
-def measure() -> Iterator[Figure]:
-    """All of them; both engines are there at the same time."""
+def measure(plan: Plan | None = None) -> Iterator[Figure]:
+    """All of them; both engines are there at the same time. Without a plan: all, for a model that the device suits."""
     if importlib.util.find_spec("vllm") is None:
         yield Figure(what="a vLLM stage against AsyncLLM", value=0.0, unit="–", note="vLLM is not installed: not run")
         return
-    yield from asyncio.run(_measure())
+    yield from asyncio.run(_measure(plan))
 
 
-async def _measure() -> list[Figure]:
+async def _measure(plan: Plan | None) -> list[Figure]:
     import torch  # noqa: PLC0415
 
     from omni_notebook import AsyncOmni  # noqa: PLC0415
 
     cuda = torch.cuda.is_available()
     where = Path(os.environ.get("OMNI_BENCH_MODELS", tempfile.gettempdir()))
-    folder = write_llama(where / ("llama-big" if cuda else "llama-small"), BIG if cuda else SMALL)
+    plan = plan or Plan("1.8B" if cuda else "small")
+    folder = write_llama(where / f"llama-{plan.shape}", SHAPES[plan.shape], device="cuda" if cuda else "cpu")
     room: dict[str, Any] = {} if cuda else {"kv_cache_memory_bytes": 256 << 20}
     room |= {"enforce_eager": not cuda, "max_num_batched_tokens": 2048}
     share = 0.4 if cuda else 0.9
@@ -266,8 +299,12 @@ async def _measure() -> list[Figure]:
         bare = Bare(_bare(folder, cuda=cuda, share=share, room=room))
         try:
             _give_places()
-            figures = await _compare(Ours(engine), bare)
-            return figures + (await _cycles(engine, bare) if cuda else [])
+            figures: list[Figure] = []
+            if "generation" in plan.parts:
+                figures += await _compare(Ours(engine), bare, plan)
+            if cuda and "cycles" in plan.parts:
+                figures += await _cycles(engine, bare, plan.cycles, bare_first=plan.bare_first)
+            return figures
         finally:
             bare.llm.shutdown()
     finally:
@@ -316,6 +353,25 @@ def _bare(folder: Path, *, cuda: bool, share: float, room: dict[str, Any]) -> An
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
+def _asked() -> Plan:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="1.8B")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="how long the pairs may take")
+    parser.add_argument("--cycles", type=int, default=CYCLES)
+    parser.add_argument("--only", choices=("generation", "cycles"), action="append")
+    parser.add_argument("--bare-first", action="store_true", help="vLLM's own sleeps and wakes go first in each cycle")
+    asked = parser.parse_args()
+    return Plan(
+        shape=asked.shape,
+        pairs=asked.pairs,
+        seconds=asked.seconds,
+        parts=tuple(asked.only or Plan._field_defaults["parts"]),
+        cycles=asked.cycles,
+        bare_first=asked.bare_first,
+    )
+
+
 if __name__ == "__main__":
-    for figure in measure():
+    for figure in measure(_asked()):
         sys.stdout.write(f"{figure}\n")

@@ -32,6 +32,15 @@ BIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 """1.9 billion parameters: 3.8 GB in bfloat16."""
+LLAMA_8B: dict[str, Any] = {
+    **BIG,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 128256,
+}
+"""The sizes of Llama 3 8B: 16.1 GB in bfloat16."""
 _SHARDS = 2
 
 

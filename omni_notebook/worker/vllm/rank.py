@@ -149,6 +149,7 @@ class VllmRank(ControlOrders):
         self._weights.adopt(self._source, self._version)
         if self._other is not None:
             self._weights.load(self._other, self._version)
+        self._runner.make_ready()
         self._backed_up()
         return LoadReport(
             pid=os.getpid(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -57,6 +58,12 @@ class VllmRunner:
         draft = getattr(drafter, "model", None)
         if draft is not None:
             yield draft
+
+    @staticmethod
+    def make_ready() -> None:
+        """Import what vLLM's second model runner imports at its first reload, so that no first wake waits for it."""
+        with contextlib.suppress(ImportError):
+            importlib.import_module("vllm.v1.worker.gpu_model_runner")
 
     def check_weights(self, folder: Path) -> None:
         """Whether a checkpoint has the tensors of the one that was loaded first, names and shapes.

@@ -16,10 +16,10 @@ demo: $(VENV)/.test-installed ## sleep and wake two real stages in this terminal
 	$(BIN)/omni-notebook demo
 
 test: $(VENV)/.test-installed ## run the tests; what this machine lacks is skipped with the reason
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-all: $(VENV)/.runtimes-installed ## the same, but only tests marked `gpu` may skip
-	OMNI_TEST_ALL=1 $(BIN)/python -m pytest
+	OMNI_TEST_ALL=1 $(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.dev-installed ## ruff, formatting, mypy --strict, import layers
 	$(BIN)/ruff check

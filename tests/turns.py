@@ -12,8 +12,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from xdist.workermanage import WorkerController
+
 ONE_AT_A_TIME = ("tests/vllm", "tests/gpu")
 """Folders whose modules share something of the machine: one process runs all of a folder."""
+LONG = (
+    *ONE_AT_A_TIME,
+    "tests/test_binder.py",
+    "tests/engine/test_interleavings.py",
+    "tests/engine/test_state_machine.py",
+)
+"""What takes minutes: begun first, so that no process has it to itself at the end."""
 
 
 class Turns:
@@ -42,3 +51,10 @@ class ByModule(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::", 1)[0]
         return next((folder for folder in ONE_AT_A_TIME if path.startswith(folder)), path)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        for scope in LONG:
+            if scope in self.workqueue:
+                self.workqueue.move_to_end(scope, last=False)
+                break
+        super()._assign_work_unit(node)

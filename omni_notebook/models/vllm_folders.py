@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.models.loaders import STEM, indexed_files
+from omni_notebook.models.loaders import STEM, indexed_files, opened
 
 _MISTRAL = "consolidated"
 """How the files of Mistral's own format begin, which vLLM takes before others in the same folder."""
+_SAFETENSORS = frozenset({"auto", "fastsafetensors", "hf", "mistral", "safetensors"})
+"""Load formats whose files those are, where there are any."""
 
 
 def folder_of(model: str, *, revision: str | None = None, cache: str | None = None) -> Path:
@@ -44,3 +46,14 @@ def files_that_vllm_reads(folder: Path, load_format: str = "auto") -> list[Path]
         msg = f"{folder}: there is no safetensors file"
         raise ConfigError(msg)
     return files
+
+
+def check_whole(folder: Path, load_format: str = "auto") -> None:
+    """Look at the headers of the safetensors files that vLLM would read; a folder of other files is left to vLLM.
+
+    Raises:
+        ConfigError: one is missing, or cut short.
+    """
+    if load_format in _SAFETENSORS and any(folder.glob("*.safetensors*")):
+        with opened(files_that_vllm_reads(folder, load_format)):
+            pass

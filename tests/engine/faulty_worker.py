@@ -54,6 +54,8 @@ ON_THREADS = OUTPUT, FETCH = "output", "fetch"
 """Jobs of a rank's other threads: a batch's copy and encoding, one image's conditioning."""
 JOURNAL = 10_000
 HELD_AT_MOST_S = 60.0
+CANCELLED = "cancelled"
+"""A journal's word for an order that the rank has heard to be cancelled: its task id."""
 TAKEN = "taken"
 """A journal's word for a batch's images: for each whether its conditioning was on the device before the batch began."""
 
@@ -149,6 +151,7 @@ class FaultyWorker(Worker):
     def cancel(self, task_id: str) -> None:
         if not task_id.startswith(PREFIX):
             super().cancel(task_id)
+            self._note(CANCELLED, task_id)
             return
         fault = json.loads(task_id.removeprefix(PREFIX))
         where = self._spec.where

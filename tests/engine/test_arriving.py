@@ -18,6 +18,7 @@ from omni_notebook.stages import transitions
 from omni_notebook.worker import worker
 from tests.engine.arriving_worker import ARRIVING, ArrivingWorker
 from tests.engine.engine_helpers import PARAMS, PROMPT, collect, golden, held, reset, slow, tell, until
+from tests.engine.faulty_worker import CANCELLED
 from tests.engine.painting import PAINTER, THINKER, draw, journal, picture, places, stage
 
 if TYPE_CHECKING:
@@ -76,10 +77,10 @@ async def waiting(engine: AsyncOmni, seen: list[Any], **known: Any) -> asyncio.T
     return task
 
 
-async def executed(engine: AsyncOmni, stage_id: int) -> None:
-    """Wait until a batch has been computed."""
+async def noted(engine: AsyncOmni, stage_id: int, what: str) -> None:
+    """Wait until the rank has this in its journal."""
     async with asyncio.timeout(20):
-        while not places(await journal(engine, stage_id), "execute ends"):  # noqa: ASYNC110 (a rank signals nothing here)
+        while not places(await journal(engine, stage_id), what):  # noqa: ASYNC110 (a rank signals nothing here)
             await asyncio.sleep(0.002)
 
 
@@ -88,7 +89,7 @@ async def half_way(engine: AsyncOmni, stage_id: int = THINKER) -> AsyncIterator[
     """A wake whose copies are held, beside which a batch has been computed; no other begins."""
     with held(engine, stage_id, "finish_wake"):
         waking = asyncio.create_task(engine.wake_up([stage_id]))
-        await executed(engine, stage_id)
+        await noted(engine, stage_id, "execute ends")
         later = [entry for _ in range(20) for entry in await journal(engine, stage_id)]  # time for its answer
         assert not places(later, "execute begins")
         assert stage(engine, stage_id).state == "WAKING"
@@ -183,6 +184,7 @@ def test_a_wake_that_is_cancelled_beside_a_batch_is_taken_back(engine: AsyncOmni
             waking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waking
+            await noted(engine, THINKER, CANCELLED)  # else the copies may be done before it hears
         await until(lambda: stage(engine, THINKER).state == "ASLEEP")
         assert at_rest(engine) == ("ASLEEP", 1, 0, 1)
         assert seen == []
@@ -248,7 +250,7 @@ def test_both_stages_wake_and_what_the_first_computes_early_is_drawn_by_the_seco
         request = await waiting(engine, seen)
         with held(engine, THINKER, "finish_wake"):
             waking = asyncio.create_task(engine.wake_up())
-            await executed(engine, THINKER)
+            await noted(engine, THINKER, "execute ends")
             assert [str(stage(engine, number).state) for number in (THINKER, PAINTER)] == ["WAKING", "AWAKE"]
         assert [ack.status for ack in await waking] == ["SUCCESS", "SUCCESS"]
         await request

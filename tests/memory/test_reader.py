@@ -199,7 +199,7 @@ def test_whoever_is_asked_between_parts_can_end_it(reader, file, target, turns):
 
     with pytest.raises(KeyError, match="cancelled"):
         reader.read([piece(file, target, 0, 100_000, 0)], check)
-    assert len(asked) == turns + 1  # nobody goes on
+    assert turns < len(asked) <= turns + reading.usable_cpus()  # no thread goes on
 
 
 def test_a_file_that_ends_early_is_an_error_and_no_signal(reader, file, target):

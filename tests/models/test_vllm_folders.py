@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.models.vllm_folders import files_that_vllm_reads, folder_of
+from omni_notebook.models.vllm_folders import check_whole, files_that_vllm_reads, folder_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +51,28 @@ def test_an_index_says_what_is_read_and_without_one_all_is(
 ) -> None:
     write(tmp_path, files, indexed)
     assert [path.name for path in files_that_vllm_reads(tmp_path, load_format)] == read
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "dummy", "bitsandbytes"])
+def test_a_file_that_was_cut_short_is_named_where_it_would_be_read(load_format: str, tmp_path: Path) -> None:
+    for name in SHARDS:
+        save_file({name: torch.zeros(64)}, tmp_path / name)
+    check_whole(tmp_path, load_format)
+    os.truncate(tmp_path / SHARDS[1], 200)
+    if load_format in {"dummy", "bitsandbytes"}:
+        check_whole(tmp_path, load_format)
+        return
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors: not a whole safetensors file"):
+        check_whole(tmp_path, load_format)
+    (tmp_path / SHARDS[1]).unlink()
+    check_whole(write(tmp_path, [], {"model": SHARDS[:1]}), load_format)
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors: no such file"):
+        check_whole(write(tmp_path, [], {"model": SHARDS}), load_format)
+
+
+def test_a_folder_without_safetensors_is_vllms_to_judge(tmp_path: Path) -> None:
+    check_whole(write(tmp_path, ["pytorch_model.bin"]))
+    check_whole(tmp_path / "a name on the hub")
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

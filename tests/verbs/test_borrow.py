@@ -271,7 +271,7 @@ def test_a_wake_without_room_says_who_holds_it_and_what_wakes(engine, monkeypatc
         pass
     message = str(caught.value)
     assert "activations (Tensor) 32.0 MiB" in message
-    assert re.search(r"other processes: process \d+ \(\S+\) [\d.]+ [MG]iB", message)
+    assert re.search(r"other processes: process \d+ \(.+?\) [\d.]+ [MG]iB", message)
     assert message.endswith("stage 1 (painter) is ASLEEP (level 1): %omni wake 1 wakes it")
     assert [ack.metadata["error_code"] for ack in caught.value.acks] == [None, "OUT_OF_MEMORY"]
     assert states(engine) == ["AWAKE", "ASLEEP"]

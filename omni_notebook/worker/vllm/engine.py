@@ -78,11 +78,12 @@ async def make(spec: WorkerSpec, folder: Path) -> Any:
     """An `AsyncLLM` for a stage's config, ready.
 
     Raises:
-        ConfigError: an argument that vLLM does not have.
+        ConfigError: an argument that vLLM does not have, or a checkpoint whose files are not whole.
         Exception: what vLLM raised.
     """
     config = spec.config
     prepare_environment(config, folder)
+    _check_files(config)
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415  (after the environment)
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -101,6 +102,21 @@ async def make(spec: WorkerSpec, folder: Path) -> Any:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
     except (TypeError, ValueError) as error:  # pydantic's among them
         msg = f"stage {config.title}: vLLM {vllm_version()} refuses this: {one_line(error)}. Nothing was started"
+        raise ConfigError(msg) from error
+
+
+def _check_files(config: StageConfig) -> None:
+    """Whether a model folder's files are whole: vLLM looks last, and does not say which one is not.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    from omni_notebook.models.vllm_folders import check_whole  # noqa: PLC0415  (after the environment)
+
+    try:
+        check_whole(Path(config.model), str(config.engine_args.get("load_format", "auto")))
+    except ConfigError as error:
+        msg = f"stage {config.title}: {error}. Nothing was started"
         raise ConfigError(msg) from error
 
 

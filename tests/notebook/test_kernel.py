@@ -1,10 +1,14 @@
 """A real kernel, spoken to as a notebook does."""
 
 import asyncio
+import contextlib
+import math
 import re
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from jupyter_client.manager import start_new_kernel
@@ -22,6 +26,16 @@ request = engine.submit(paint())
 while not any(stage.running and stage.stage_id == 1 for stage in engine.status().stages):
     time.sleep(0.02)
 """
+WATCH = """
+import pathlib, sys, threading
+watching = threading.Event()
+def watch():
+    while not watching.wait(0.002):
+        if {seen}:
+            return pathlib.Path({path!r}).touch()
+threading.Thread(target=watch, daemon=True).start()
+"""
+WAITING = "engine.status().stages[1].state != 'AWAKE'"
 
 
 @dataclass
@@ -38,22 +52,44 @@ class Kernel:
     def __init__(self):
         self.manager, self.client = start_new_kernel(kernel_name="python3", startup_timeout=60)
 
-    def run(self, code, interrupt_when=None, timeout=60):
-        """Execute; `interrupt_when` is seconds after which the kernel is interrupted."""
+    def run(self, code, interrupt_once=None, timeout=60):
+        """Execute; once the expression `interrupt_once` is true in the kernel, interrupt it and begin to time it."""
+        with contextlib.ExitStack() as stack:
+            pressed = stack.enter_context(self._interrupted(interrupt_once)) if interrupt_once else [time.monotonic()]
+            reply = self._execute(code, timeout)
+            reply.seconds = time.monotonic() - pressed[-1] if pressed else math.inf
+        return reply
+
+    def _execute(self, code, timeout=60):
         reply = Reply("")
-        timer = None
-        if interrupt_when is not None:
-            timer = threading.Timer(interrupt_when, self.interrupt)
-            timer.start()
-        begin = time.monotonic()
         got = self.client.execute_interactive(
             code, timeout=timeout, allow_stdin=False, output_hook=lambda message: self.note(message, reply)
         )
-        reply.seconds = time.monotonic() - begin - (interrupt_when or 0.0)
-        if timer is not None:
-            timer.join()
         reply.status = got["content"]["status"]
         return reply
+
+    @contextlib.contextmanager
+    def _interrupted(self, seen):
+        pressed, over = [], threading.Event()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "seen")
+            assert self._execute(WATCH.format(seen=seen, path=str(path))).status == "ok"
+
+            def press():
+                while not over.wait(0.002):
+                    if path.exists():
+                        pressed.append(time.monotonic())
+                        self.interrupt()
+                        return
+
+            thread = threading.Thread(target=press)
+            thread.start()
+            try:
+                yield pressed
+            finally:
+                over.set()
+                thread.join()
+                self._execute("watching.set()")
 
     def interrupt(self):
         """What a notebook's stop button does; in a loop of its own, because it runs in a thread of its own."""
@@ -121,7 +157,7 @@ def test_a_prompt_in_a_cell_gives_text_and_a_picture(kernel):
 
 def test_an_interrupt_ends_a_waiting_sleep_and_names_the_state(kernel):
     kernel.run(HOLD)
-    broken = kernel.run("%omni sleep 1 --mode wait", interrupt_when=0.7)
+    broken = kernel.run("%omni sleep 1 --mode wait", interrupt_once=WAITING)
     assert broken.status == "error"
     assert len(broken.error) == 1
     assert "interrupted" in broken.error[0]
@@ -191,7 +227,7 @@ def test_an_interrupt_before_anything_happened_names_the_state_and_warns_of_noth
 
 
 def test_an_interrupt_ends_a_generate(kernel):
-    broken = kernel.run("%%omni generate --steps 300\na red star", interrupt_when=1.5)
+    broken = kernel.run("%%omni generate --steps 300\na red star", interrupt_once="engine.status().stages[1].running")
     assert broken.status == "error"
     assert len(broken.error) == 1
     assert "\n" not in broken.error[0]
@@ -203,7 +239,7 @@ def test_an_interrupt_ends_a_generate(kernel):
 def test_an_interrupt_works_in_a_cell_that_also_awaits(kernel):
     kernel.run(HOLD)
     code = "import asyncio\nawait asyncio.sleep(0)\n%omni sleep 1 --mode wait"
-    broken = kernel.run(code, interrupt_when=0.7)
+    broken = kernel.run(code, interrupt_once=WAITING)
     assert broken.status == "error"
     assert "stage 1 (painter) is AWAKE" in broken.error[0]
     kernel.run("request.cancel()")
@@ -212,7 +248,7 @@ def test_an_interrupt_works_in_a_cell_that_also_awaits(kernel):
 @pytest.mark.quiet
 def test_an_interrupt_ends_an_awaited_order_at_once(kernel):
     kernel.run(HOLD)
-    broken = kernel.run("await engine.sleep([1], mode='wait')", interrupt_when=0.7)
+    broken = kernel.run("await engine.sleep([1], mode='wait')", interrupt_once=WAITING)
     assert (broken.status, broken.error[-1].split()[0]) == ("error", "\x1b[31mCancelledError\x1b[39m:")
     assert broken.seconds < 1.0
     assert kernel.run("request.cancel()\n%omni wake 1\nprint(engine.status().stages[1].state)").text.endswith("AWAKE\n")
@@ -229,10 +265,13 @@ import time
 from safetensors.torch import load_file
 from omni_notebook.stages import tensor_source
 tensor_source.CHUNK_BYTES = 65536
+handed = 0
 def slowly(tensors):
+    global handed
     for pair in tensors.items():
         time.sleep(0.05)
         yield pair
+        handed += pair[1].nbytes
 tensors = load_file("{FOLDERS[1] / FILE}")
 """
 
@@ -249,7 +288,10 @@ def test_a_cell_gives_a_stage_weights_from_a_folder_and_from_a_model(kernel):
 
 def test_an_interrupt_ends_an_awaited_load_in_a_named_state(kernel):
     kernel.run(SLOWLY)
-    broken = kernel.run("await engine.load_weights(1, slowly(tensors))", interrupt_when=1.5)
+    broken = kernel.run(
+        "await engine.load_weights(1, slowly(tensors))",
+        interrupt_once="handed > 3 * tensor_source.CHUNK_BYTES",  # the first of them is written while the next is made
+    )
     assert broken.status == "error"
     assert broken.seconds < 2.0
     refused = kernel.run("%omni generate a red star")
@@ -314,7 +356,7 @@ def test_an_interrupted_start_is_undone_and_a_new_one_works():
     kernel = Kernel()
     try:
         kernel.run("%load_ext omni_notebook")
-        broken = kernel.run("engine = %omni start", interrupt_when=0.3)  # while torch loads
+        broken = kernel.run("engine = %omni start", interrupt_once="'torch' in sys.modules")
         assert broken.status == "error"
         assert len(broken.error) == 1
         assert "no engine is running; %omni start starts again" in broken.error[0]

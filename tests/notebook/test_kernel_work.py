@@ -8,6 +8,9 @@ from tests.notebook.test_kernel import Kernel
 START = "%load_ext omni_notebook\nimport omni_notebook as omni\nengine = %omni start --ballast 16MiB"
 STATES = "print([str(stage.state) for stage in engine.status().stages])"
 AWAKE = "['AWAKE', 'AWAKE']\n"
+AUDITING = "engine.status().stages[1].state != 'AWAKE'"
+HELD = "import time; holding = True; time.sleep(60)"
+HOLDING = "globals().pop('holding', False)"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +53,7 @@ def test_an_audit_works_as_a_magic_as_a_call_and_awaited(kernel):
 
 @pytest.mark.parametrize("code", ["%omni audit --level 1 --cycles 900", "omni.audit(level=1, cycles=900)"])
 def test_an_interrupted_audit_is_one_line_and_the_stages_are_awake(kernel, code):
-    broken = kernel.run(code, interrupt_when=1.5)
+    broken = kernel.run(code, interrupt_once=AUDITING)
     assert broken.status == "error"
     assert broken.seconds < 2.5
     assert "the audit ended early" in broken.error[-1]
@@ -58,14 +61,14 @@ def test_an_interrupted_audit_is_one_line_and_the_stages_are_awake(kernel, code)
 
 
 def test_an_interrupted_await_of_an_audit_leaves_the_stages_awake(kernel):
-    broken = kernel.run("await omni.audit_async(level=1, cycles=900)", interrupt_when=1.5)
+    broken = kernel.run("await omni.audit_async(level=1, cycles=900)", interrupt_once=AUDITING)
     assert broken.status == "error"
     assert broken.seconds < 3
     assert kernel.run(STATES).text == AWAKE
 
 
 def test_ctrl_c_in_a_borrowed_cell_wakes_the_stages(kernel):
-    broken = kernel.run("%%omni borrow 0 1\nimport time\ntime.sleep(60)", interrupt_when=1.0)
+    broken = kernel.run(f"%%omni borrow 0 1\n{HELD}", interrupt_once=HOLDING)
     assert broken.status == "error"
     assert broken.seconds < 3
     assert len(broken.error) == 1
@@ -74,7 +77,7 @@ def test_ctrl_c_in_a_borrowed_cell_wakes_the_stages(kernel):
 
 
 def test_ctrl_c_in_a_with_block_wakes_the_stages(kernel):
-    broken = kernel.run("import time\nwith omni.borrowed():\n    time.sleep(60)", interrupt_when=1.0)
+    broken = kernel.run(f"with omni.borrowed():\n    {HELD}", interrupt_once=HOLDING)
     assert broken.status == "error"
     assert "KeyboardInterrupt" in "".join(broken.error)
     assert kernel.run(STATES).text == AWAKE
@@ -108,7 +111,8 @@ def test_a_job_goes_on_while_the_kernel_works_and_writes_nothing(kernel):
 def test_an_interrupt_ends_the_waiting_and_not_the_job(kernel):
     kernel.run("job = %omni generate a red star --bg --steps 600")
     for code in ("job.result()", "await job"):
-        broken = kernel.run(code, interrupt_when=0.5)
+        kernel.run("asked = False")
+        broken = kernel.run(f"asked = True\n{code}", interrupt_once="asked")
         assert broken.status == "error"
         assert broken.seconds < 2
     assert kernel.run("print(job.cancel(), job.state)").text == "True cancelled\n"

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import signal
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +36,7 @@ from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.registry import execute
 from omni_notebook.verbs.session import Session
 from tests.engine.engine_helpers import rank_fault
+from tests.pressing import ctrl_c_once
 from tests.remote.screen import Screen
 from tests.remote.served import Contract, rude, serving
 
@@ -190,9 +189,10 @@ def test_ctrl_c_calls_a_sleep_off_that_waits_for_requests(session: Session, engi
     deadline = time.monotonic() + 20
     while not engine.status().stages[1].running and time.monotonic() < deadline:
         time.sleep(0.01)
-    pressing = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    pressing.start()
-    with pytest.raises(InterruptedVerb, match="interrupted"):
+    with (
+        ctrl_c_once(lambda: engine.status().stages[1].state != "AWAKE"),
+        pytest.raises(InterruptedVerb, match="interrupted"),
+    ):
         execute(session, "sleep 1 --mode wait")
     job.cancel()
     deadline = time.monotonic() + 20
@@ -285,10 +285,11 @@ def test_an_audit_is_refused_there_as_it_is_here(session: Session) -> None:
 
 
 def test_ctrl_c_ends_an_audit_there_and_the_stages_are_awake(session: Session, engine: Contract) -> None:
-    pressing = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
-    pressing.start()
-    with pytest.raises(
-        InterruptedVerb, match=r"interrupted: the audit there ends early.*now stage 0 \(thinker\) is AWAKE"
+    with (
+        ctrl_c_once(lambda: engine.status().stages[0].state != "AWAKE"),
+        pytest.raises(
+            InterruptedVerb, match=r"interrupted: the audit there ends early.*now stage 0 \(thinker\) is AWAKE"
+        ),
     ):
         execute(session, "audit 0 1 --level 1 --cycles 500")
     deadline = time.monotonic() + 20

@@ -36,6 +36,7 @@ from omni_notebook.verbs.auditing.result import COLUMNS, SCHEMA, AuditResult
 from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.registry import execute
 from tests.engine.engine_helpers import in_processes, rank_fault, slow, until
+from tests.pressing import ctrl_c_once
 from tests.verbs.conftest import lying_engine
 from tests.verbs.lying_worker import told
 
@@ -403,19 +404,11 @@ def test_a_cancelled_audit_wakes_what_it_put_to_sleep(engine):
 @pytest.mark.parametrize("moment", ["FALLING_ASLEEP", "ASLEEP", "WAKING"])
 def test_ctrl_c_leaves_the_stages_awake_or_says_what_they_are(engine, moment):
     order = {"FALLING_ASLEEP": "prepare_sleep", "ASLEEP": None, "WAKING": "prepare_wake"}[moment]
-
-    def interrupt():
-        while engine.status().stages[1].state != moment:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    pressing = ctrl_c_once(lambda: engine.status().stages[1].state == moment)
     begin = time.monotonic()
     held = contextlib.nullcontext() if order is None else slow(engine, 1, 0.3, order)
-    with held, pytest.raises(InterruptedVerb) as caught:
+    with held, pressing, pytest.raises(InterruptedVerb) as caught:
         omni.audit(engine, level=1, probe=512 * MIB, cycles=1000, **QUICK)
-    thread.join()
     assert "the audit ended early" in str(caught.value)
     assert "stage 0 (thinker) is" in str(caught.value)
     assert time.monotonic() - begin < 30

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import weakref
 from typing import Any
@@ -30,6 +29,7 @@ from omni_notebook.verbs.interrupts import InterruptedVerb
 from omni_notebook.verbs.registry import execute
 from tests.engine.engine_helpers import collect, fault, golden, rank_fault, slow, until
 from tests.notebook.acks import ack
+from tests.pressing import ctrl_c_once
 from tests.verbs.lying_worker import told
 
 
@@ -303,17 +303,13 @@ def test_a_rank_that_dies_in_the_wake_leaves_the_others_awake(pair):
 @pytest.mark.parametrize("moment", ["FALLING_ASLEEP", "WAKING"])
 def test_ctrl_c_in_the_orders_leaves_the_stages_awake(engine, moment):
     order = {"FALLING_ASLEEP": "prepare_sleep", "WAKING": "prepare_wake"}[moment]
-
-    def interrupt():
-        while engine.status().stages[1].state != moment:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with slow(engine, 1, 0.5, order), pytest.raises(InterruptedVerb, match="interrupted"), omni.borrowed(engine=engine):
+    with (
+        slow(engine, 1, 0.5, order),
+        ctrl_c_once(lambda: engine.status().stages[1].state == moment),
+        pytest.raises(InterruptedVerb, match="interrupted"),
+        omni.borrowed(engine=engine),
+    ):
         pass
-    thread.join()
     assert not PeakWatch._watching, "a watch of code that never ran goes on"
     deadline = time.monotonic() + 10
     while states(engine) != ["AWAKE", "AWAKE"] and time.monotonic() < deadline:

@@ -1,0 +1,33 @@
+"""Ctrl-C in the middle of what a test does: once something is seen, not after a time that suits one machine only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def ctrl_c_once(seen: Callable[[], object]) -> Iterator[None]:
+    """Interrupt this process as soon as `seen()` is true while the block runs."""
+    over = threading.Event()
+
+    def press() -> None:
+        while not over.is_set():
+            if seen():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            over.wait(0.001)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

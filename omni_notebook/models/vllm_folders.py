@@ -11,6 +11,8 @@ _MISTRAL = "consolidated"
 """How the files of Mistral's own format begin, which vLLM takes before others in the same folder."""
 _SAFETENSORS = frozenset({"auto", "fastsafetensors", "hf", "mistral", "safetensors"})
 """Load formats whose files those are, where there are any."""
+_OTHERS = ("*.bin", "*.pt")
+"""What vLLM's "auto" and "hf" read where there is none, whatever an index says."""
 
 
 def folder_of(model: str, *, revision: str | None = None, cache: str | None = None) -> Path:
@@ -54,6 +56,9 @@ def check_whole(folder: Path, load_format: str = "auto") -> None:
     Raises:
         ConfigError: one is missing, or cut short.
     """
-    if load_format in _SAFETENSORS and any(folder.glob("*.safetensors*")):
+    if load_format not in _SAFETENSORS:
+        return
+    others = load_format in {"auto", "hf"} and any(any(folder.glob(pattern)) for pattern in _OTHERS)
+    if any(folder.glob("*.safetensors" if others else "*.safetensors*")):
         with opened(files_that_vllm_reads(folder, load_format)):
             pass

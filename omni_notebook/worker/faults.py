@@ -41,6 +41,27 @@ def describe(error: BaseException) -> Fault:
     )
 
 
+def shortened(fault: Fault, characters: int) -> Fault:
+    """The same with no text longer than that, begin and end of each kept; what else is long of it is left out."""
+
+    def short(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value if len(msgspec.msgpack.encode(value)) <= characters else _LOST
+        if len(value) <= characters:
+            return value
+        half = characters // 2
+        return f"{value[:half]} … ({len(value) - 2 * half} characters left out) … {value[-half:]}"
+
+    return Fault(
+        module=fault.module,
+        name=fault.name,
+        message=short(fault.message),
+        args=["(left out)" if (kept := short(arg)) is _LOST else kept for arg in fault.args],
+        attributes={key: kept for key, value in fault.attributes.items() if (kept := short(value)) is not _LOST},
+        traceback=short(fault.traceback),
+    )
+
+
 _LOST = object()
 
 

@@ -72,6 +72,9 @@ def test_a_file_that_was_cut_short_is_named_where_it_would_be_read(load_format: 
 
 def test_a_folder_without_safetensors_is_vllms_to_judge(tmp_path: Path) -> None:
     check_whole(write(tmp_path, ["pytorch_model.bin"]))
+    check_whole(write(tmp_path, [], {"model": SHARDS}))
+    with pytest.raises(ConfigError, match=r"model-1\.safetensors: no such file"):
+        check_whole(tmp_path, "safetensors")
     check_whole(tmp_path / "a name on the hub")
 
 

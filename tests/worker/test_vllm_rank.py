@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
+from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.protocol import RankId, RankStatus
+from omni_notebook.worker.faults import describe, rebuild, shortened
 from omni_notebook.worker.vllm.rank import VllmRank, _Link
 from omni_notebook.worker.vllm.wire import FromRank, RankReply, packed
 
@@ -55,3 +58,52 @@ def test_an_order_is_answered_though_memory_can_not_be_measured(host: socket.soc
         assert "no order 'no_such_order'" in reply.fault.message
     with pytest.raises(BlockingIOError):
         heard(host)
+
+
+class WordyRank(BlindRank):
+    """Raises what is longer than a datagram, or answers so."""
+
+    raised: Exception | None = None
+
+    def ping(self) -> int:
+        if self.raised is not None:
+            raise self.raised
+        return "x" * 300_000  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("characters", [30_000, 300_000, 3_000_000])
+@pytest.mark.parametrize("raising", ["ours", "python's", "several arguments", "attributes", "a value"])
+def test_an_answer_that_is_too_long_for_a_datagram_comes_shorter(
+    host: socket.socket, raising: str, characters: int
+) -> None:
+    text = f"the weights do not fit: {'x' * characters}; nothing changed"
+    rank = WordyRank(host.getsockname())
+    rank.raised = {
+        "ours": ConfigError(text),
+        "python's": ValueError(text),
+        "several arguments": OSError(22, text, "/a/file"),
+        "attributes": ConfigError("the weights do not fit; nothing changed"),
+        "a value": None,
+    }[raising]
+    if raising == "attributes":
+        assert rank.raised is not None
+        vars(rank.raised).update(names=[text], first="here")
+    with rank._link._socket:
+        rank.answer(7, "ping", packed(()))
+    reply = heard(host)
+    assert isinstance(reply, RankReply)
+    assert reply.fault is not None
+    error = rebuild(reply.fault)
+    if raising == "a value":
+        assert isinstance(error, UnsupportedError)
+        assert "the answer has 300005 bytes" in str(error)
+        return
+    assert type(error) is type(rank.raised)
+    assert re.search(r"the weights do not fit.*nothing changed", str(error))
+    if raising == "attributes":
+        assert vars(error)["first"] == "here"
+
+
+def test_what_a_shortened_error_left_out_is_said() -> None:
+    said = str(rebuild(shortened(describe(ConfigError("a" * 60 + "b" * 60)), 100)))
+    assert said == "a" * 50 + " … (20 characters left out) … " + "b" * 50

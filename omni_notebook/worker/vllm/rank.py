@@ -24,13 +24,13 @@ from omni_notebook.protocol import RankStatus
 from omni_notebook.worker.ack import AckBuilder
 from omni_notebook.worker.ballast import Ballast
 from omni_notebook.worker.control import Control, ControlOrders
-from omni_notebook.worker.faults import describe
+from omni_notebook.worker.faults import describe, shortened
 from omni_notebook.worker.methods import signature
 from omni_notebook.worker.rank import Rank
 from omni_notebook.worker.reports import LoadReport, LoRAReport
 from omni_notebook.worker.vllm.memory import adopt, keep, make_pool
 from omni_notebook.worker.vllm.runner import VllmRunner
-from omni_notebook.worker.vllm.wire import UNASKED, Attach, RankReply, RankSample, packed
+from omni_notebook.worker.vllm.wire import MESSAGE_BYTES, UNASKED, Attach, RankReply, RankSample, packed
 from omni_notebook.worker.weights import Weights
 
 if TYPE_CHECKING:
@@ -282,12 +282,21 @@ class _Link:
     def send(self, message: RankReply | RankSample, *, news_only: bool = False) -> None:
         """Send, unless the host is gone or it is no news."""
         data = packed(message)
+        if len(data) > MESSAGE_BYTES and isinstance(message, RankReply):
+            data = packed(_fitting(message))
         with self._lock, contextlib.suppress(OSError):  # without a host nobody waits for it
             if news_only and data == self._last:
                 return
             if news_only:
                 self._last = data
             self._socket.send(data)
+
+
+def _fitting(reply: RankReply) -> RankReply:
+    """An error that is too long for a datagram, shorter; in the place of a value that is, an error."""
+    size = len(reply.value)
+    fault = describe(UnsupportedError(f"the answer has {size} bytes, a message no more than {MESSAGE_BYTES}"))
+    return RankReply(reply.number, reply.rank, b"", shortened(reply.fault or fault, MESSAGE_BYTES // 16))
 
 
 def _tick(tick: Callable[[], None]) -> None:

@@ -17,6 +17,8 @@ LAST_WORDS = "omni: "
 NEWS_AHEAD = 4
 """The host says news at most so often before it hears that the engine has taken some; until then they wait and merge,
 so that an engine which is behind has less to take."""
+MESSAGE_BYTES = 64 * 1024
+"""How long what a rank says may be; what the system takes in one datagram differs, and what is longer it drops."""
 UNASKED = 0
 """The number of a reply to no order: a rank refused what did not come from us."""
 

@@ -31,7 +31,7 @@ TENSORS_FILE = "adapter_model.safetensors"
 _MATRIX = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 _HEAD = "lm_head"  # its scores are taken with its weight alone, the layer is not called
 _DIGEST_CHARS = 16
-_CHANGES_BASE = ("pissa", "olora", "corda")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("peft_type", lambda value: value not in {None, "LORA"}, "is no LoRA; only 'LORA' is"),
     ("use_dora", bool, "(DoRA) is not supported"),

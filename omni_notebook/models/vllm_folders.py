@@ -13,6 +13,8 @@ _SAFETENSORS = frozenset({"auto", "fastsafetensors", "hf", "mistral", "safetenso
 """Load formats whose files those are, where there are any."""
 _OTHERS = ("*.bin", "*.pt")
 """What vLLM's "auto" and "hf" read where there is none, whatever an index says."""
+_OTHER_FORMATS = frozenset({"npcache", "pt"})
+"""Load formats that read no safetensors file even where there is one."""
 
 
 def folder_of(model: str, *, revision: str | None = None, cache: str | None = None) -> Path:
@@ -50,15 +52,20 @@ def files_that_vllm_reads(folder: Path, load_format: str = "auto") -> list[Path]
     return files
 
 
+def reads_safetensors(folder: Path, load_format: str = "auto") -> bool:
+    """Whether those are what vLLM reads there, or would miss; it may take files of another kind."""
+    if load_format in _OTHER_FORMATS:
+        return False
+    others = load_format in {"auto", "hf"} and any(any(folder.glob(pattern)) for pattern in _OTHERS)
+    return any(folder.glob("*.safetensors" if others else "*.safetensors*"))
+
+
 def check_whole(folder: Path, load_format: str = "auto") -> None:
     """Look at the headers of the safetensors files that vLLM would read; a folder of other files is left to vLLM.
 
     Raises:
         ConfigError: one is missing, or cut short.
     """
-    if load_format not in _SAFETENSORS:
-        return
-    others = load_format in {"auto", "hf"} and any(any(folder.glob(pattern)) for pattern in _OTHERS)
-    if any(folder.glob("*.safetensors" if others else "*.safetensors*")):
+    if load_format in _SAFETENSORS and reads_safetensors(folder, load_format):
         with opened(files_that_vllm_reads(folder, load_format)):
             pass

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omni_notebook.protocol import LoRARequest
     from omni_notebook.stages.stage import Stage
     from omni_notebook.stages.transitions import Context
+    from omni_notebook.stages.waiting import Deadline
 
     Answers = list[list[RankAnswer]]
 
@@ -117,7 +118,7 @@ def _culprit(stages: Sequence[Stage], answered: Answers) -> tuple[Stage, RankAns
     return next((stage, answer) for stage, answers in pairs for answer in answers if answer.error is not None)
 
 
-async def _take_back(stage: Stage, lora_id: int, timeout_s: float | None = None) -> BaseException | None:
+async def _take_back(stage: Stage, lora_id: int, timeout_s: float) -> BaseException | None:
     """Remove an adapter from every rank of a stage; what stood in the way, if anything did."""
     removed = await stage.call_all("remove_lora", lora_id, timeout_s=timeout_s)
     error = first_error(removed)
@@ -177,30 +178,33 @@ async def pin(stages: Sequence[Stage], lora_id: int, context: Context) -> None:
 
 async def _unpinned(stages: Sequence[Stage], lora_id: int, pinned: Answers, context: Context) -> BaseException:
     undone = await _everywhere(stages, "unpin_lora", lora_id, timeout_s=context.finish_s)
-    for stage, answers in zip(stages, undone, strict=True):
-        stuck = first_error(answers)
+    for stage, before, after in zip(stages, pinned, undone, strict=True):
+        lost = next((answer.error for answer in before if isinstance(answer.error, _LOST)), None)
+        stuck = lost or first_error(after)
         if stuck is not None:
-            stage.fail(stuck)
+            stage.fail(first_error(before) or stuck)
     stage, failed = _culprit(stages, pinned)
+    fallen = [one.stage_id for one in stages if one.state == MemoryState.FAILED]
+    now = "; ".join(f"stage {number} has FAILED, call restart({number})" for number in fallen) or "it is pinned nowhere"
     where = f"{failed.where.title} of stage {stage.stage_id}"
-    return LoRAError(f"{where} could not pin adapter {lora_id}: {failed.error}; it is pinned nowhere")
+    return LoRAError(f"{where} could not pin adapter {lora_id}: {failed.error}; {now}")
 
 
 # -------------------------------------------------------------------------------------------- restart
 
 
-async def bring_back(stage: Stage) -> None:
+async def bring_back(stage: Stage, deadline: Deadline) -> None:
     """Put the adapters on the new ranks of a stage that was restarted, from their paths; then let it run.
 
     One whose files are gone or not those that were added is lost, and requests that name it end with an error.
 
     Raises:
-        Exception: a rank was lost on the way; the stage is FAILED.
+        Exception: a rank was lost on the way, or did not answer in time; the stage is FAILED.
     """
     lost = []
     try:
         for installed in stage.loras:
-            why = await _put_back(stage, installed)
+            why = await _put_back(stage, installed, deadline)
             if why is not None:
                 lost.append(gone(installed.request, stage.stage_id, why))
                 stage.loras.drop(installed.request.lora_int_id)
@@ -214,26 +218,27 @@ async def bring_back(stage: Stage) -> None:
     stage.reopen(LORA_REASON)
 
 
-async def _put_back(stage: Stage, installed: Installed) -> str | None:
+async def _put_back(stage: Stage, installed: Installed, deadline: Deadline) -> str | None:
     """Why an adapter could not come back; None: it is there, and pinned if it was.
 
     Raises:
         Exception: a rank was lost, or keeps a part of what did not come back whole.
     """
     request, lora_id = installed.request, installed.request.lora_int_id
-    answers = await stage.call_all("prepare_lora", request)
+    answers = await stage.call_all("prepare_lora", request, timeout_s=deadline.left_s())
     if first_error(answers) is None and any(answer.value.digest != installed.digest for answer in answers):
-        raise_first(await stage.call_all("abort_lora", lora_id))
+        raise_first(await stage.call_all("abort_lora", lora_id, timeout_s=ABORT_S))
         return f"the files in {request.lora_path} are not those that were added"
     if first_error(answers) is None:
-        answers = await stage.call_all("commit_lora", lora_id)
+        answers = await stage.call_all("commit_lora", lora_id, timeout_s=deadline.left_s())
     if first_error(answers) is None:
         _tell(stage, answers)
-        answers = await stage.call_all("pin_lora", lora_id) if installed.pinned else answers
+        if installed.pinned:
+            answers = await stage.call_all("pin_lora", lora_id, timeout_s=deadline.left_s())
     error = first_error(answers)
     if error is None:
         return None
-    stuck = error if isinstance(error, _LOST) else await _take_back(stage, lora_id)
+    stuck = error if isinstance(error, _LOST) else await _take_back(stage, lora_id, deadline.left_s())
     if stuck is not None:
         raise stuck
     return str(error)

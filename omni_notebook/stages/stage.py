@@ -90,10 +90,10 @@ class Stage:
     async def _bring_up(self) -> None:
         """Let each replica's ranks meet, load them all, agree on the weights' name."""
         await asyncio.gather(*(self._meet(replica) for replica in self.replicas))
-        answers = await self.call_all("load")
+        answers = await self.call_all("load", timeout_s=None)  # what starts the ranks bounds it all
         raise_first(answers)
         reports: list[LoadReport] = [answer.value for answer in answers]
-        version = await self.name_weights([report.weight_version for report in reports])
+        version = await self.name_weights([report.weight_version for report in reports], timeout_s=None)
         self._loaded(reports[0], version)
 
     async def _bring_up_within(self, deadline: Deadline) -> None:
@@ -118,13 +118,13 @@ class Stage:
         address = next(answer.value for answer in opened if answer.value is not None)
         raise_first(await replica.executor.call("join", address))
 
-    async def name_weights(self, versions: Sequence[str]) -> str:
+    async def name_weights(self, versions: Sequence[str], *, timeout_s: float | None) -> str:
         """One name for all ranks' weights: theirs, or where each named its own part, the parts' together."""
         if len(set(versions)) == 1:
             return versions[0]
         parts = "".join(versions[: self.config.tensor_parallel_size])
         version = hashlib.sha256(parts.encode()).hexdigest()[:VERSION_CHARS]
-        raise_first(await self.call_all("set_weight_version", version))
+        raise_first(await self.call_all("set_weight_version", version, timeout_s=timeout_s))
         return version
 
     def _make_replica(self, number: int) -> Replica | VllmReplica:
@@ -330,8 +330,8 @@ class Stage:
 
     # ---------------------------------------------------------------------------------- calls
 
-    async def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[RankAnswer]:
-        """Call every rank of every replica at once and gather the answers."""
+    async def call_all(self, method: str, *args: Any, timeout_s: float | None) -> list[RankAnswer]:
+        """Call every rank of every replica at once and gather the answers; None: somebody else bounds the wait."""
         gathered = await asyncio.gather(*(r.executor.call(method, *args, timeout_s=timeout_s) for r in self.replicas))
         return [answer for answers in gathered for answer in answers]
 

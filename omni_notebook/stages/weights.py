@@ -28,6 +28,8 @@ FAILED_PATIENCE_S = 2.0
 """What a FAILED stage has on its device is given this long to end."""
 START_S = 1800.0
 """New ranks are given at least this long to load: vLLM's may compile first. A hanging one must not hold the stage."""
+ADAPTERS_S = 120.0
+"""And then this long to read the stage's adapters."""
 
 
 async def load_weights(stage: Stage, source: str | TensorSource, version: str | None, context: Context) -> None:
@@ -68,7 +70,7 @@ class _Load:
         source = self._source
         try:
             versions = await (self._tensors(source) if isinstance(source, TensorSource) else self._folder(source))
-            return await self._stage.name_weights(versions)
+            return await self._stage.name_weights(versions, timeout_s=self._context.finish_s)
         except Exception as error:
             await self._void(error)
             named = self._named(error)
@@ -208,4 +210,4 @@ async def restart(stage: Stage, context: Context) -> None:
         msg = f"stage {stage.stage_id} was not restarted: its running batch had not ended; abort it or wait longer"
         raise DeadlineError(msg)
     await stage.restart(Deadline(max(START_S, context.deadline.left_s())))
-    await bring_back(stage)
+    await bring_back(stage, Deadline(max(ADAPTERS_S, context.deadline.left_s())))

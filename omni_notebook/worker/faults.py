@@ -41,25 +41,38 @@ def describe(error: BaseException) -> Fault:
     )
 
 
-def shortened(fault: Fault, characters: int) -> Fault:
-    """The same with no text longer than that, begin and end of each kept; what else is long of it is left out."""
+def shortened(fault: Fault, n_bytes: int) -> Fault:
+    """The same in no more bytes: begin and end of long texts, and what else is long of it left out."""
+    for characters in (n_bytes // 16, n_bytes // 64, n_bytes // 256):
+        shorter = Fault(
+            module=fault.module,
+            name=fault.name,
+            message=_ends(fault.message, characters),
+            args=[_short(arg, characters, "(left out)") for arg in fault.args],
+            attributes={
+                key: kept
+                for key, value in fault.attributes.items()
+                if (kept := _short(value, characters, _LOST)) is not _LOST
+            },
+            traceback=_ends(fault.traceback, characters),
+        )
+        if len(msgspec.msgpack.encode(shorter)) <= n_bytes:
+            return shorter
+    message = _ends(fault.message, n_bytes // 16)
+    return Fault(module=fault.module, name=fault.name, message=message, args=[message], attributes={}, traceback="")
 
-    def short(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value if len(msgspec.msgpack.encode(value)) <= characters else _LOST
-        if len(value) <= characters:
-            return value
-        half = characters // 2
-        return f"{value[:half]} … ({len(value) - 2 * half} characters left out) … {value[-half:]}"
 
-    return Fault(
-        module=fault.module,
-        name=fault.name,
-        message=short(fault.message),
-        args=["(left out)" if (kept := short(arg)) is _LOST else kept for arg in fault.args],
-        attributes={key: kept for key, value in fault.attributes.items() if (kept := short(value)) is not _LOST},
-        traceback=short(fault.traceback),
-    )
+def _short(value: Any, characters: int, left_out: Any) -> Any:
+    if isinstance(value, str):
+        return _ends(value, characters)
+    return value if len(msgspec.msgpack.encode(value)) <= characters else left_out
+
+
+def _ends(text: str, characters: int) -> str:
+    if len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]} … ({len(text) - 2 * half} characters left out) … {text[-half:]}"
 
 
 _LOST = object()

@@ -713,6 +713,25 @@ def test_a_rank_that_can_not_pin_pins_nowhere(engine: AsyncOmni, make: Make) -> 
     asyncio.run(run())
 
 
+def test_a_pin_that_can_not_be_taken_back_fails_the_stage_for_the_reason_that_it_had(
+    engine: AsyncOmni, make: Make
+) -> None:
+    async def run() -> None:
+        await engine.add_lora(make(1))
+        with (
+            fault(engine, 0, "pin_lora", RuntimeError("broken")),
+            fault(engine, 0, "unpin_lora", RuntimeError("can not")),
+            pytest.raises(LoRAError, match=r"could not pin adapter 1: broken; stage 0 has FAILED, call restart\(0\)$"),
+        ):
+            await engine.pin_lora(1)
+        failed = engine.status().stages[0]
+        assert (failed.state, "broken" in str(failed.last_error)) == ("FAILED", True)
+        await engine.restart(0)
+        assert names(engine) == [("style-1", False)]
+
+    asyncio.run(run())
+
+
 def test_a_rank_that_does_not_let_go_of_an_adapter_fails_the_stage_and_a_restart_comes_up_without_it(
     engine: AsyncOmni, make: Make
 ) -> None:

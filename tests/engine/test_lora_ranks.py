@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,9 @@ import pytest
 
 from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import DeadlineError, LoRAError, StageFailedError, WorkerDiedError
-from omni_notebook.protocol import LoRARequest
+from omni_notebook.executors.base import RankAnswer
+from omni_notebook.protocol import LoRARequest, RankId
+from omni_notebook.stages import weights
 from tests import adapters
 from tests.engine.engine_helpers import collect, golden, rank_fault, reset
 from tests.engine.faults import CULPRIT, KILLED, LATEST_S, PLACES, RAISES, STAGE, STOPPED, TIMEOUT_S, goldens, places
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAMED = r"rank 1 of replica 1 of stage 1"
+CULPRIT_ID = RankId(STAGE, *CULPRIT)
 
 
 @pytest.fixture
@@ -158,6 +163,56 @@ def test_a_rank_that_is_lost_in_commit_fails_its_stage_and_the_restart_has_what_
         assert [(one.lora_int_id, one.pinned) for one in engine.status().stages[STAGE].loras] == [(1, True)]
         assert await both(engine, lora_request=1) == [kept] * 2
         assert await golden(engine) == goldens[id(engine)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", [KILLED, STOPPED], ids=["dies", "hangs"])
+def test_a_rank_that_is_lost_while_it_pins_fails_its_stage_and_the_error_says_so(
+    engine: AsyncOmni, make: Callable[[int, int], LoRARequest], what: dict[str, Any]
+) -> None:
+    async def run() -> None:
+        await engine.add_lora(make(1, STAGE))
+        started = time.monotonic()
+        with (
+            rank_fault(engine, STAGE, CULPRIT, "pin_lora", **what),
+            pytest.raises(LoRAError, match=r"rank 1 of replica 1.*; stage 1 has FAILED, call restart\(1\)$"),
+        ):
+            await engine.pin_lora(1, timeout=TIMEOUT_S)
+        assert time.monotonic() - started < LATEST_S
+        failed = engine.status().stages[STAGE]
+        assert (failed.state, "rank 1 of replica 1" in str(failed.last_error)) == ("FAILED", True)
+        await engine.restart(STAGE)
+        assert [one.pinned for one in engine.status().stages[STAGE].loras] == [False]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["prepare_lora", "commit_lora", "pin_lora", "remove_lora"])
+def test_a_rank_that_hangs_over_its_adapters_after_a_restart_does_not_hold_the_stage(
+    engine: AsyncOmni, make: Callable[[int, int], LoRARequest], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "ADAPTERS_S", 1.0)
+    stage = engine._core.stages[STAGE]
+    call_all = stage.call_all
+
+    async def stopped(called: str, *args: Any, **known: Any) -> Any:
+        if called == method:
+            os.kill(engine.status().stages[STAGE].ranks[-1].pid, signal.SIGSTOP)
+        if (called, method) == ("commit_lora", "remove_lora"):
+            return [RankAnswer(CULPRIT_ID, None, LoRAError("no room"))]  # so that what others took is taken back
+        return await call_all(called, *args, **known)
+
+    async def run() -> None:
+        await engine.add_lora(make(1, STAGE))
+        await engine.pin_lora(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(stage, "call_all", stopped)
+            with pytest.raises(DeadlineError, match=rf"rank 1 of replica 1.*'{method}'"):
+                await asyncio.wait_for(engine.restart(STAGE, timeout=1), 60)
+        assert engine.status().stages[STAGE].state == "FAILED"
+        await engine.restart(STAGE)
+        assert engine.status().stages[STAGE].state == "AWAKE"
 
     asyncio.run(run())
 

@@ -294,6 +294,7 @@ def test_two_ranks_give_what_one_gives_and_read_their_own_parts(case, pool, tmp_
         ({"layer_replication": [[0, 1]]}, r"layer_replication=\[\[0, 1\]\]"),
         ({"trainable_token_indices": [1]}, r"trainable_token_indices=\[1\]"),
         ({"target_parameters": ["experts"]}, r"target_parameters=\['experts'\]"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq' changed the base model's weights"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' changed the base model's weights"),
         ({"r": None}, "r must be a number above 0, not None"),
         ({"r": 0}, "r must be a number above 0, not 0"),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from omni_notebook.errors import ConfigError
-from omni_notebook.models.vllm_folders import check_whole, files_that_vllm_reads, folder_of
+from omni_notebook.models.vllm_folders import check_whole, files_that_vllm_reads, folder_of, reads_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +68,24 @@ def test_a_file_that_was_cut_short_is_named_where_it_would_be_read(load_format: 
     check_whole(write(tmp_path, [], {"model": SHARDS[:1]}), load_format)
     with pytest.raises(ConfigError, match=r"model-2\.safetensors: no such file"):
         check_whole(write(tmp_path, [], {"model": SHARDS}), load_format)
+
+
+@pytest.mark.parametrize(
+    ("files", "indexed", "load_format", "reads"),
+    [
+        (["model.safetensors", "pytorch_model.bin"], {}, "auto", True),
+        (["model.safetensors", "model.pt"], {}, "pt", False),
+        (["model.safetensors", "pytorch_model.bin"], {}, "npcache", False),
+        (["pytorch_model.bin"], {}, "auto", False),
+        (["pytorch_model.bin"], {"model": SHARDS}, "hf", False),
+        (["pytorch_model.bin"], {"model": SHARDS}, "safetensors", True),
+        ([], {"model": SHARDS}, "auto", True),
+    ],
+)
+def test_whether_safetensors_are_what_is_read(
+    files: list[str], indexed: dict[str, list[str]], load_format: str, reads: bool, tmp_path: Path
+) -> None:
+    assert reads_safetensors(write(tmp_path, files, indexed), load_format) is reads
 
 
 def test_a_folder_without_safetensors_is_vllms_to_judge(tmp_path: Path) -> None:

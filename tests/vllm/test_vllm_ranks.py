@@ -20,6 +20,7 @@ from omni_notebook.engine.async_omni import AsyncOmni
 from omni_notebook.errors import (
     AsleepError,
     ConfigError,
+    LoRAError,
     NeedsWeightsError,
     SleepError,
     StageBusyError,
@@ -323,7 +324,10 @@ def _without(folder: Path, name: str) -> Path:
     return folder
 
 
-def test_weights_from_no_file_give_way_to_a_folder_s_which_are_kept(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["made up", "pickled"])
+def test_weights_that_no_file_can_bring_back_give_way_to_a_folder_s_which_are_kept(
+    kind: str, llama: Path, tmp_path: Path
+) -> None:
     folders = [tmp_path / name for name in ("wide", "short", "thin")]
     for folder in folders:
         folder.mkdir()
@@ -334,31 +338,41 @@ def test_weights_from_no_file_give_way_to_a_folder_s_which_are_kept(llama: Path,
     }
 
     async def scenario() -> None:
-        made_up = await tokens(dummy)
+        made_up = await tokens(engine)
         with pytest.raises(SleepError, match="came from no checkpoint path"):
-            await dummy.sleep([0], level=2, discard=False)
+            await engine.sleep([0], level=2, discard=False)
         with pytest.raises(ConfigError, match="its intermediate_size is 768, not 512"):
-            await dummy.load_weights(0, str(wide))
-        assert await tokens(dummy) == made_up
+            await engine.load_weights(0, str(wide))
+        assert await tokens(engine) == made_up
         for name, folder in lacking.items():
             with pytest.raises(NeedsWeightsError, match=f"could not load {folder}: .* lacks .*{name}"):
-                await dummy.load_weights(0, str(folder))
-        await dummy.load_weights(0, str(llama))
-        assert await tokens(dummy) == golden != made_up
-        await dummy.sleep([0], level=2)
-        await dummy.wake_up([0])
-        assert await tokens(dummy) == golden
+                await engine.load_weights(0, str(folder))
+        await engine.load_weights(0, str(llama))
+        assert await tokens(engine) == golden != made_up
+        await engine.sleep([0], level=2)
+        await engine.wake_up([0])
+        assert await tokens(engine) == golden
         with pytest.raises(ConfigError, match=r"mlp.* has shape .* tensors\); nothing changed, stage 0 is AWAKE$"):
-            await dummy.load_weights(0, str(wide))
-        await dummy.restart(0)
-        assert await tokens(dummy) == golden
+            await engine.load_weights(0, str(wide))
+        await engine.restart(0)
+        assert await tokens(engine) == golden
 
     plain = shutil.copytree(llama, tmp_path / "plain")
     shutil.copy(DEMO_FOLDER / "thinker" / "tokenizer.json", plain)  # which our own runtime needs, for prompts of text
     with AsyncOmni(str(plain), runtime="torch") as ours:
         golden = asyncio.run(tokens(ours))
-    with AsyncOmni(str(llama), runtime="vllm", engine_args={**SMALL, "load_format": "dummy"}) as dummy:
+    first, options = {"made up": (llama, {"load_format": "dummy"}), "pickled": (_pickled(tmp_path / "bin"), {})}[kind]
+    with AsyncOmni(str(first), runtime="vllm", engine_args={**SMALL, **options}) as engine:
         asyncio.run(scenario())
+
+
+def _pickled(folder: Path) -> Path:
+    """A folder of the kind that was there before safetensors."""
+    folder.mkdir()
+    state = load_file(random_llama(folder, seed=4) / "model.safetensors")
+    torch.save(state, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
 
 
 def test_a_rank_that_hangs_ends_the_order_at_its_deadline_and_all_goes_on_after(two: AsyncOmni) -> None:
@@ -455,6 +469,27 @@ def test_an_adapter_changes_who_names_it_and_survives_both_levels(two: AsyncOmni
     asyncio.run(scenario())
 
 
+@pytest.mark.skipif(vllm_version().startswith("0.24"), reason="vLLM 0.24 takes adapters of any initialisation")
+def test_an_adapter_that_only_vllm_refuses_is_on_no_rank_and_the_next_is_served(two: AsyncOmni, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        golden = await tokens(two)
+        shapes = adapters.matrices(two._core.stages[0].model.adaptable, seed=1, size=2.0)
+        odd = adapters.write(tmp_path / "odd", shapes, init_lora_weights="of another kind")
+        for _ in range(2):
+            with pytest.raises(
+                LoRAError, match=r"rank 0 of stage 0 could not take adapter .*of another kind.*nothing changed"
+            ):
+                await two.add_lora(LoRARequest("odd", 1, str(odd)))
+        assert await tokens(two) == golden
+        style = LoRARequest("style", 2, str(adapters.write(tmp_path / "style", shapes)))
+        await two.add_lora(style)
+        assert await tokens(two, lora_request=style) != golden
+        assert await _vllm(two, "list_loras") == [2]
+        await two.remove_lora(2)
+
+    asyncio.run(scenario())
+
+
 def _style(engine: AsyncOmni, path: Path, seed: int) -> Path:
     return adapters.write(path, adapters.matrices(engine._core.stages[0].model.adaptable, seed=seed, size=2.0))
 
@@ -524,6 +559,13 @@ def test_vllm_says_it_sleeps_when_it_does_and_its_own_sleep_underneath_is_refuse
         assert await tokens(two) == golden
         assert any("was called under stage 0" in line for line in two.logs(0))
         await two.sleep([0], level=level)
+        assert await _vllm(two, "is_sleeping") is True
+        for name in ("wake_up", "resume_generation"):
+            with pytest.raises(
+                Exception, match=rf"vLLM's own {name}\(\) was called under stage 0.*memory is as it was"
+            ):
+                await _vllm(two, name)
+            assert any(f"own {name}() was called under stage 0" in line for line in two.logs(0))
         assert await _vllm(two, "is_sleeping") is True
         await two.wake_up([0])
         assert await tokens(two) == golden

@@ -72,7 +72,9 @@ class WordyRank(BlindRank):
 
 
 @pytest.mark.parametrize("characters", [30_000, 300_000, 3_000_000])
-@pytest.mark.parametrize("raising", ["ours", "python's", "several arguments", "attributes", "a value"])
+@pytest.mark.parametrize(
+    "raising", ["ours", "python's", "several arguments", "many arguments", "attributes", "many attributes", "a value"]
+)
 def test_an_answer_that_is_too_long_for_a_datagram_comes_shorter(
     host: socket.socket, raising: str, characters: int
 ) -> None:
@@ -82,12 +84,16 @@ def test_an_answer_that_is_too_long_for_a_datagram_comes_shorter(
         "ours": ConfigError(text),
         "python's": ValueError(text),
         "several arguments": OSError(22, text, "/a/file"),
+        "many arguments": ValueError("the weights do not fit; nothing changed", *["x"] * characters),
         "attributes": ConfigError("the weights do not fit; nothing changed"),
+        "many attributes": ConfigError("the weights do not fit; nothing changed"),
         "a value": None,
     }[raising]
     if raising == "attributes":
         assert rank.raised is not None
         vars(rank.raised).update(names=[text], first="here")
+    if raising == "many attributes":
+        vars(rank.raised).update((str(number), "x") for number in range(characters // 10))
     with rank._link._socket:
         rank.answer(7, "ping", packed(()))
     reply = heard(host)
@@ -105,5 +111,5 @@ def test_an_answer_that_is_too_long_for_a_datagram_comes_shorter(
 
 
 def test_what_a_shortened_error_left_out_is_said() -> None:
-    said = str(rebuild(shortened(describe(ConfigError("a" * 60 + "b" * 60)), 100)))
-    assert said == "a" * 50 + " … (20 characters left out) … " + "b" * 50
+    said = str(rebuild(shortened(describe(ConfigError("a" * 600 + "ö" * 600)), 16_000)))
+    assert said == "a" * 500 + " … (200 characters left out) … " + "ö" * 500

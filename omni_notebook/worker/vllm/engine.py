@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_notebook.config import GRAMMAR_FILE
-from omni_notebook.errors import ConfigError, LoRAError, UnsupportedError
+from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.protocol import MIB
 from omni_notebook.worker.threads import waiting_threads_sleep
 from omni_notebook.worker.vllm.versions import TESTED, vllm_version
 from omni_notebook.worker.vllm.wire import TextOutput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from omni_notebook.config import StageConfig
     from omni_notebook.protocol import LoRARequest
@@ -35,13 +35,10 @@ ADAPTERS_KEPT = 100_000
 or another adapter's by then."""
 NEEDED = (
     "abort",
-    "add_lora",
     "collective_rpc",
     "from_engine_args",
     "generate",
     "pause_generation",
-    "pin_lora",
-    "remove_lora",
     "reset_encoder_cache",
     "reset_mm_cache",
     "reset_prefix_cache",
@@ -184,38 +181,6 @@ def folder_of(llm: Any) -> Path:
     config = llm.vllm_config
     cache = config.load_config.download_dir
     return vllm_folders.folder_of(config.model_config.model, revision=config.model_config.revision, cache=cache)
-
-
-class Adapters:
-    """vLLM's LoRA adapters; `llm` gives the engine once there is one."""
-
-    def __init__(self, llm: Callable[[], Any]) -> None:
-        self._llm = llm
-        self._prepared: dict[int, LoRARequest] = {}
-
-    async def prepare(self, request: LoRARequest) -> None:
-        """Remember what a later `add` names."""
-        self._prepared[request.lora_int_id] = request
-
-    async def add(self, lora_int_id: int) -> None:
-        """Load a prepared adapter on every rank.
-
-        Raises:
-            LoRAError: vLLM did not take it.
-        """
-        request = self._prepared.pop(lora_int_id)
-        if not await self._llm().add_lora(_adapter(request)):
-            msg = f"vLLM did not take adapter {request.title}"
-            raise LoRAError(msg)
-
-    async def remove(self, lora_int_id: int) -> None:
-        """Forget an adapter."""
-        self._prepared.pop(lora_int_id, None)
-        await self._llm().remove_lora(lora_int_id)
-
-    async def pin(self, lora_int_id: int) -> None:
-        """Keep an adapter on the device."""
-        await self._llm().pin_lora(lora_int_id)
 
 
 def _adapter(request: LoRARequest | None) -> Any:

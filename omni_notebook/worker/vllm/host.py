@@ -19,13 +19,12 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from omni_notebook.errors import ConfigError, OmniError
+from omni_notebook.errors import ConfigError, OmniError, UnsupportedError
 from omni_notebook.worker.faults import describe
-from omni_notebook.worker.methods import signature
 from omni_notebook.worker.vllm import engine, leftovers
 from omni_notebook.worker.vllm.wire import (
     LAST_WORDS,
@@ -41,20 +40,13 @@ from omni_notebook.worker.vllm.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
 
     from omni_notebook.executors.mp.child import Line
     from omni_notebook.protocol import RankStatus
     from omni_notebook.worker.reports import WorkerSpec
 
-_ADAPTER_ORDERS: dict[str, Callable[[engine.Adapters, Any], Awaitable[None]]] = {
-    "prepare_lora": engine.Adapters.prepare,
-    "commit_lora": engine.Adapters.add,
-    "remove_lora": engine.Adapters.remove,
-    "pin_lora": engine.Adapters.pin,
-}
-"""What vLLM does itself before its ranks do their part of an order."""
 _SOCKET = "ranks"
 _BUFFER_BYTES = 4 * 1024 * 1024
 _FOLDER_BYTES = 50
@@ -78,7 +70,6 @@ class VllmHost:
         self._sentinel = leftovers.Sentinel(self._folder)
         self._llm: Any = None
         self._core = 0
-        self._adapters = engine.Adapters(lambda: self._llm)
         self._number = 0
         self._asked: dict[int, _Asked] = {}
         self._statuses: dict[int, RankStatus] = {}
@@ -119,6 +110,7 @@ class VllmHost:
     async def _start(self) -> None:
         self._listen()
         self._llm = await engine.make(self._spec, self._folder)
+        self._guard()
         self._left.look()
         self._sentinel.started()
         attach = Attach(
@@ -132,6 +124,32 @@ class VllmHost:
             self._watch(self._core, CORE)
         gc.freeze()  # else a full collection looks at all that vLLM has imported, and no token comes meanwhile
         self._line.read_on(self._loop)
+
+    def _guard(self) -> None:
+        """Have vLLM's own `wake_up`, and its `resume_generation` while we hold it still, refused under the stage.
+
+        (Its `sleep` the ranks refuse, so vLLM takes them for awake, and a `wake_up` would ask none of them.)
+        """
+        self._resume = self._llm.resume_generation
+
+        async def wake_up(*_args: Any, **_known: Any) -> None:
+            self._refuse("wake_up")
+
+        async def resume_generation(*_args: Any, **_known: Any) -> None:
+            if self._frozen:
+                self._refuse("resume_generation")
+            await self._resume()
+
+        self._llm.wake_up, self._llm.resume_generation = wake_up, resume_generation
+
+    def _refuse(self, name: str) -> NoReturn:
+        stage = self._spec.where.stage_id
+        msg = (
+            f"vLLM's own {name}() was called under stage {stage}, whose memory has other books; it was refused, memory "
+            f"is as it was. Call wake_up(stage_ids=[{stage}]) or resume_generation([{stage}]) of the engine"
+        )
+        sys.stderr.write(f"{msg}\n")
+        raise UnsupportedError(msg)
 
     def _source(self) -> str | None:
         """The checkpoint folder that the weights come from; None where vLLM made them up."""
@@ -180,9 +198,6 @@ class VllmHost:
         return self._go(self._order(method, arguments, timeout_s))
 
     async def _order(self, method: str, arguments: bytes, timeout_s: float | None) -> list[bytes | None]:
-        if method in _ADAPTER_ORDERS:
-            (what,) = msgspec.msgpack.decode(arguments, type=signature(method).args)
-            await _ADAPTER_ORDERS[method](self._adapters, what)
         replies = await self._ask(method, arguments, timeout_s)
         if all(reply is not None and reply.fault is None for reply in replies):
             await self._after(method)
@@ -215,7 +230,7 @@ class VllmHost:
     async def _as_it_was(self) -> None:
         """VLLM's own sleep has paused its scheduler before a rank refused it: let it go on, unless we stopped it."""
         if not self._frozen:
-            await self._llm.resume_generation()
+            await self._resume()
 
     async def _after(self, method: str) -> None:
         """Give up the caches: before memory goes those that take some, with an adapter what was computed with it.
@@ -322,7 +337,7 @@ class VllmHost:
         if stale:
             await self._clear_caches()
         self._frozen = False
-        await self._llm.resume_generation()
+        await self._resume()
 
     # ------------------------------------------------------------------------------------- end
 

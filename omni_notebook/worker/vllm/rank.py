@@ -6,6 +6,7 @@ Orders come one at a time on the worker's own thread. A second thread tells the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
+SEND_AGAIN_S = (0.01, 0.1, 1.0)
+"""How long a message waits for the system to have memory for it."""
 
 
 class VllmRank(ControlOrders):
@@ -71,10 +74,12 @@ class VllmRank(ControlOrders):
                 alone=self._size * spec.config.num_replicas == 1,
             )
         )
-        for name in ("sleep", "wake_up"):
+        for name in ("sleep", "wake_up"):  # the host refuses the latter sooner, where it is asked there
             setattr(worker, name, self._refusal(name))
         self._source = self._runner.loaded
         self._version = spec.version
+        self._prepared: dict[int, LoRARequest] = {}
+        self._pinned: set[int] = set()
         there = {None} if self._source is None else {None, spec.config.model}
         self._other = None if spec.source in there else Path(str(spec.source))
         _tick(self.sample)
@@ -211,6 +216,9 @@ class VllmRank(ControlOrders):
         """See `Worker.weights_valid`."""
         return self._weights.valid and not self._weights.replaced
 
+    # An engine's own `add_lora` and so on would reach the same calls of the worker; but vLLM reads ranks' answers in
+    # order, leaves those behind an error unread, and takes them for the next order's.
+
     def prepare_lora(self, request: LoRARequest) -> LoRAReport:
         """Read an adapter's folder; vLLM takes it at the commit.
 
@@ -218,26 +226,49 @@ class VllmRank(ControlOrders):
             ConfigError: it is missing or broken.
         """
         adapter = read_adapter(request.lora_path)
+        self._prepared[request.lora_int_id] = request
         return LoRAReport(digest=adapter.digest, rank=adapter.rank)
 
-    def commit_lora(self, lora_int_id: int) -> dict[str, int]:  # noqa: ARG002  (the host has told vLLM)
-        """What the rank's tags span now: vLLM made room for its adapters when it loaded the model."""
+    @torch.inference_mode(mode=False)  # as where vLLM calls it
+    def commit_lora(self, lora_int_id: int) -> dict[str, int]:
+        """Take an adapter; what the rank's tags span now: vLLM made room when it loaded the model.
+
+        Raises:
+            Exception: vLLM does not take it.
+        """
+        self._runner.add_adapter(self._prepared.pop(lora_int_id))
         return self._spans()
 
     def abort_lora(self, lora_int_id: int) -> None:
         """Nothing was taken."""
+        self._prepared.pop(lora_int_id, None)
 
-    def remove_lora(self, lora_int_id: int) -> dict[str, int]:  # noqa: ARG002  (the host has told vLLM)
-        """What the rank's tags span now."""
+    @torch.inference_mode(mode=False)
+    def remove_lora(self, lora_int_id: int) -> dict[str, int]:
+        """Forget an adapter, if it is there; what the rank's tags span now."""
+        self._runner.remove_adapter(lora_int_id)
+        self._pinned.discard(lora_int_id)
         return self._spans()
 
+    @torch.inference_mode(mode=False)
     def pin_lora(self, lora_int_id: int) -> None:
-        """The host has told vLLM."""
+        """Keep an adapter in its slot.
+
+        Raises:
+            Exception: vLLM can not.
+        """
+        self._runner.pin_adapter(lora_int_id)
+        self._pinned.add(lora_int_id)
 
     def unpin_lora(self, lora_int_id: int) -> None:
-        """VLLM can not."""
-        msg = f"vLLM can not unpin adapter {lora_int_id}; remove it and add it again"
-        raise UnsupportedError(msg)
+        """Take a pin back.
+
+        Raises:
+            UnsupportedError: there is one here, and vLLM can not.
+        """
+        if lora_int_id in self._pinned:
+            msg = f"vLLM can not unpin adapter {lora_int_id}; remove it and add it again"
+            raise UnsupportedError(msg)
 
 
 ORDERS = frozenset(
@@ -284,19 +315,33 @@ class _Link:
         data = packed(message)
         if len(data) > MESSAGE_BYTES and isinstance(message, RankReply):
             data = packed(_fitting(message))
-        with self._lock, contextlib.suppress(OSError):  # without a host nobody waits for it
+        with self._lock, contextlib.suppress(ConnectionError, FileNotFoundError):  # without a host nobody waits
             if news_only and data == self._last:
                 return
+            self._sent(data)
             if news_only:
                 self._last = data
-            self._socket.send(data)
+
+    def _sent(self, data: bytes) -> None:
+        """Send, in several tries: the system may lack memory for a message."""
+        for wait_s in (*SEND_AGAIN_S, None):
+            try:
+                self._socket.send(data)
+            except OSError as error:
+                if error.errno not in {errno.ENOBUFS, errno.ENOMEM} or wait_s is None:
+                    raise
+                time.sleep(wait_s)
+            else:
+                return
 
 
 def _fitting(reply: RankReply) -> RankReply:
     """An error that is too long for a datagram, shorter; in the place of a value that is, an error."""
     size = len(reply.value)
-    fault = describe(UnsupportedError(f"the answer has {size} bytes, a message no more than {MESSAGE_BYTES}"))
-    return RankReply(reply.number, reply.rank, b"", shortened(reply.fault or fault, MESSAGE_BYTES // 16))
+    fault = reply.fault or describe(
+        UnsupportedError(f"the answer has {size} bytes, a message no more than {MESSAGE_BYTES}")
+    )
+    return RankReply(reply.number, reply.rank, b"", shortened(fault, MESSAGE_BYTES))
 
 
 def _tick(tick: Callable[[], None]) -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from omni_notebook.errors import ConfigError, UnsupportedError
+from omni_notebook.errors import ConfigError, LoRAError, UnsupportedError
 from omni_notebook.memory.base import WEIGHTS
 from omni_notebook.models.loaders import read_object, shapes_of
 from omni_notebook.models.places import some
-from omni_notebook.models.vllm_folders import files_that_vllm_reads
+from omni_notebook.models.vllm_folders import files_that_vllm_reads, reads_safetensors
 from omni_notebook.worker.graphs import NO_GRAPHS
 from omni_notebook.worker.vllm.versions import TESTED, vllm_version
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from omni_notebook.protocol import LoRARequest
     from omni_notebook.worker.graphs import Recall
 
 
@@ -41,7 +42,7 @@ class VllmRunner:
 
     def __init__(self, worker: Any, loaded: Path | None) -> None:
         self.worker = worker
-        self.loaded = loaded if _loads_again(worker) else None
+        self.loaded = loaded if loaded is not None and _loads_again(worker, loaded) else None
         self._books_of = _layer_books()
         self._shapes: dict[str, tuple[int, ...]] | None = None
 
@@ -58,6 +59,31 @@ class VllmRunner:
         draft = getattr(drafter, "model", None)
         if draft is not None:
             yield draft
+
+    def add_adapter(self, request: LoRARequest) -> None:
+        """Have vLLM take an adapter.
+
+        Raises:
+            Exception: what vLLM raised.
+            LoRAError: it did not take it, and did not say why.
+        """
+        from vllm.lora.request import LoRARequest as VllmLoRARequest  # noqa: PLC0415  (where adapters are asked for)
+
+        if not self.worker.add_lora(VllmLoRARequest(request.lora_name, request.lora_int_id, request.lora_path)):
+            msg = "vLLM did not take it"
+            raise LoRAError(msg)
+
+    def remove_adapter(self, lora_int_id: int) -> None:
+        """Have vLLM forget an adapter; one that it does not have is no error."""
+        self.worker.remove_lora(lora_int_id)
+
+    def pin_adapter(self, lora_int_id: int) -> None:
+        """Have vLLM keep an adapter in a slot for good; it has no way back.
+
+        Raises:
+            Exception: what vLLM raised.
+        """
+        self.worker.pin_lora(lora_int_id)
 
     @staticmethod
     def make_ready() -> None:
@@ -192,11 +218,15 @@ def _without_adapters(worker: Any, model: nn.Module) -> Iterator[None]:
             setattr(parent, name, child)
 
 
-def _loads_again(worker: Any) -> bool:
-    """Whether the loader of vLLM's start has what `reload_weights` asks for; some work at the start only."""
+def _loads_again(worker: Any, folder: Path) -> bool:
+    """Whether what vLLM has loaded can be checked and loaded again: safetensors files, by a loader that can.
+
+    Some loaders work at the start only: they lack what `reload_weights` asks for.
+    """
     from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415  (in a worker only)
 
-    return hasattr(get_model_loader(worker.vllm_config.load_config), "get_all_weights")
+    config = worker.vllm_config.load_config
+    return reads_safetensors(folder, str(config.load_format)) and hasattr(get_model_loader(config), "get_all_weights")
 
 
 def _layer_books() -> Callable[[nn.Module], Any]:

@@ -52,7 +52,7 @@ async def leaving(engine: AsyncOmni) -> None:
 
 def test_the_next_batch_starts_while_the_outputs_of_the_last_are_copied(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.4, OUTPUT):
+        with slow(painter, PAINTER, 1.0, OUTPUT):
             ends = await asyncio.gather(draw(painter, 4), draw(painter, 5))
         assert all(end[-1].images for end in ends)
         seen = await journal(painter)
@@ -64,7 +64,7 @@ def test_the_next_batch_starts_while_the_outputs_of_the_last_are_copied(painter:
 @pytest.mark.rule(Rule.AFTER_THE_COPIES)
 def test_a_keep_pause_returns_after_the_copies_are_done_and_the_outputs_handed_over(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.5, OUTPUT):
+        with slow(painter, PAINTER, 1.0, OUTPUT):
             request = draw(painter, request_id="leaving")
             await leaving(painter)
             started = time.monotonic()
@@ -84,7 +84,7 @@ def test_a_keep_pause_returns_after_the_copies_are_done_and_the_outputs_handed_o
 def test_a_sleep_ordered_after_the_pause_runs_after_the_outputs(painter: AsyncOmni, level: int) -> None:
     async def run() -> None:
         alone = (await draw(painter))[-1].images[0].tobytes()
-        with slow(painter, PAINTER, 0.3, OUTPUT):
+        with slow(painter, PAINTER, 1.0, OUTPUT):
             request = draw(painter)
             await leaving(painter)
             await painter.pause_generation(mode="keep")
@@ -98,7 +98,7 @@ def test_a_sleep_ordered_after_the_pause_runs_after_the_outputs(painter: AsyncOm
 
 def test_a_sleep_that_keeps_waits_for_the_outputs_itself(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.3, OUTPUT):
+        with slow(painter, PAINTER, 1.0, OUTPUT):
             request = draw(painter)
             await leaving(painter)
             acks = await painter.sleep([PAINTER], mode="keep")
@@ -112,7 +112,7 @@ def test_a_sleep_that_keeps_waits_for_the_outputs_itself(painter: AsyncOmni) -> 
 
 def test_a_stage_whose_outputs_are_on_their_way_counts_them_as_running_and_is_busy(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.4, OUTPUT):
+        with slow(painter, PAINTER, 1.0, OUTPUT):
             request = draw(painter)
             await leaving(painter)
             assert (stage(painter).running, stage(painter).queued) == (1, 0)
@@ -126,7 +126,7 @@ def test_a_stage_whose_outputs_are_on_their_way_counts_them_as_running_and_is_bu
 
 def test_the_output_of_a_request_that_was_aborted_on_its_way_out_is_dropped(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.4, OUTPUT):
+        with slow(painter, PAINTER, 1.0, OUTPUT):
             requests = [draw(painter, request_id=f"r{n}") for n in range(3)]
             await leaving(painter)
             here = [f"r{n}" for n in range(3) if f"r{n}" in replica(painter).scheduler.request_ids()]
@@ -160,7 +160,7 @@ def test_a_copy_that_fails_ends_its_batch_and_nobody_elses(painter: AsyncOmni) -
 
 def test_no_more_batches_leave_at_once_than_are_allowed(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.3, OUTPUT):
+        with slow(painter, PAINTER, 1.0, OUTPUT):
             ends = await asyncio.gather(*(draw(painter, steps) for steps in (2, 3, 4, 5, 6)))
         assert all(end[-1].images for end in ends)
 
@@ -189,7 +189,7 @@ def test_the_png_of_an_output_decodes_to_its_very_pixels(painter: AsyncOmni) -> 
 
 def test_a_queued_requests_conditioning_is_on_the_rank_before_its_batch_starts(painter: AsyncOmni) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.5):
+        with slow(painter, PAINTER, 1.0):
             requests = await one_running_and(painter, "b", "c")
             pictures = [(await r)[-1].images[0].tobytes() for r in requests]
         taken = [there for _, what, there in await journal(painter) if what == TAKEN]
@@ -362,14 +362,14 @@ def test_a_painter_that_sleeps_meanwhile_holds_the_thinker_back(
 
 def test_the_end_of_a_parked_request_makes_room_for_the_next_one(painter: AsyncOmni, narrow: Callable[[], int]) -> None:
     async def run() -> None:
-        with slow(painter, PAINTER, 0.5):
+        with held(painter, PAINTER):
             requests = twelve(painter)
             await until(lambda: replica(painter)._executing and stage(painter).queued == 3)
             for _ in range(2):  # the first batch runs; nobody it could make room for would be told by a next one
                 for request_id in replica(painter).scheduler.request_ids()[-3:]:
                     await painter.abort(request_id)
-                await until(lambda: stage(painter).queued == 3, 10)
-            ends = await asyncio.wait_for(asyncio.gather(*requests), 30)
+                await until(lambda: stage(painter).queued == 3)
+        ends = await asyncio.wait_for(asyncio.gather(*requests), 60)
         states = [end[-1].state for end in ends]
         assert (states.count("aborted"), states.count("finished")) == (6, 6)
         assert narrow() == 3

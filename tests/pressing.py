@@ -15,19 +15,27 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def ctrl_c_once(seen: Callable[[], object]) -> Iterator[None]:
     """Interrupt this process as soon as `seen()` is true while the block runs."""
-    over = threading.Event()
+    over, deciding, raised = threading.Event(), threading.Lock(), []
 
     def press() -> None:
-        while not over.is_set():
-            if seen():
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-            over.wait(0.001)
+        while not over.wait(0.001):
+            try:
+                if not seen():
+                    continue
+            except Exception as error:  # noqa: BLE001  (it belongs to the test)
+                raised.append(error)
+            with deciding:
+                if not over.is_set():
+                    os.kill(os.getpid(), signal.SIGINT)
+            return
 
     thread = threading.Thread(target=press)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        with deciding:
+            over.set()
         thread.join()
+        for error in raised:
+            raise error

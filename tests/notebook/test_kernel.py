@@ -35,6 +35,13 @@ def watch():
             return pathlib.Path({path!r}).touch()
 threading.Thread(target=watch, daemon=True).start()
 """
+IDLE = """
+%omni wake
+%omni resume
+import time
+while any(stage.running or stage.queued for stage in engine.status().stages):
+    time.sleep(0.01)
+"""
 WAITING = "engine.status().stages[1].state != 'AWAKE'"
 
 
@@ -130,10 +137,10 @@ def kernel():
 
 @pytest.fixture(autouse=True)
 def _awake(request):
-    """Whatever a test did, the next one finds the stages awake and open."""
+    """Whatever a test did, the next one finds the stages awake, open and idle."""
     yield
     if "kernel" in request.fixturenames:
-        request.getfixturevalue("kernel").run("%omni wake\n%omni resume")
+        request.getfixturevalue("kernel").run(IDLE)
 
 
 def test_a_cell_sleeps_and_wakes_a_stage(kernel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ import pytest
 from omni_notebook.errors import ConfigError, UnsupportedError
 from omni_notebook.protocol import RankId, RankStatus
 from omni_notebook.worker.faults import describe, rebuild, shortened
+from omni_notebook.worker.vllm import rank as rank_module
 from omni_notebook.worker.vllm.rank import VllmRank, _Link
 from omni_notebook.worker.vllm.wire import FromRank, RankReply, packed
 
@@ -113,3 +115,32 @@ def test_an_answer_that_is_too_long_for_a_datagram_comes_shorter(
 def test_what_a_shortened_error_left_out_is_said() -> None:
     said = str(rebuild(shortened(describe(ConfigError("a" * 600 + "ö" * 600)), 16_000)))
     assert said == "a" * 500 + " … (200 characters left out) … " + "ö" * 500
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_an_answer_that_can_not_be_sent_is_not_raised_where_vllm_would_mistake_it(
+    host: socket.socket, gone: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_module, "SEND_AGAIN_S", (0.0,))
+    rank = WordyRank(host.getsockname())
+    rank.raised = ValueError("x" * 20_000)
+    with rank._link._socket as link:
+        if gone:
+            host.close()
+        else:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)  # the least that the system allows
+        for _ in range(3):  # the system says it another way from the second time on
+            rank.answer(7, "ping", packed(()))
+    said = capfd.readouterr().err
+    assert said.count("rank 1 could not send its answer: [Errno") == (0 if gone else 3)
+
+
+def test_an_answer_for_which_there_is_no_memory_is_sent_again(
+    host: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = BlindRank(host.getsockname())
+    tried, refusals = rank._link._tried, [OSError(errno.ENOBUFS, "none"), OSError(errno.ENOMEM, "none")]
+    monkeypatch.setattr(rank._link, "_tried", lambda data: refusals.pop() if refusals else tried(data))
+    with rank._link._socket:
+        rank.answer(7, "ping", packed(()))
+    assert isinstance(heard(host), RankReply)

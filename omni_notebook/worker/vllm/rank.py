@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 TICK_S = 0.5
 """How often memory is measured while nothing is ordered."""
 SEND_AGAIN_S = (0.01, 0.1, 1.0)
-"""How long a message waits for the system to have memory for it."""
+"""A reply that could not be sent is tried again after so long each."""
+_GONE = frozenset({errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOENT, errno.ENOTCONN, errno.EPIPE})
+"""There is no host any more, and nobody waits."""
 
 
 class VllmRank(ControlOrders):
@@ -311,28 +314,34 @@ class _Link:
         self._last = b""
 
     def send(self, message: RankReply | RankSample, *, news_only: bool = False) -> None:
-        """Send, unless the host is gone or it is no news."""
+        """Send, unless the host is gone or it is no news; never raises, for vLLM would mistake ranks' answers then.
+
+        Where the system has no memory for a reply it is tried again; one that never goes is told to the stage's log,
+        and its order ends at the deadline.
+        """
         data = packed(message)
         if len(data) > MESSAGE_BYTES and isinstance(message, RankReply):
             data = packed(_fitting(message))
-        with self._lock, contextlib.suppress(ConnectionError, FileNotFoundError):  # without a host nobody waits
+        with self._lock:
             if news_only and data == self._last:
                 return
-            self._sent(data)
-            if news_only:
-                self._last = data
-
-    def _sent(self, data: bytes) -> None:
-        """Send, in several tries: the system may lack memory for a message."""
-        for wait_s in (*SEND_AGAIN_S, None):
-            try:
-                self._socket.send(data)
-            except OSError as error:
-                if error.errno not in {errno.ENOBUFS, errno.ENOMEM} or wait_s is None:
-                    raise
+            error = self._tried(data)
+            for wait_s in () if news_only else SEND_AGAIN_S:
+                if error is None or error.errno in _GONE:
+                    break
                 time.sleep(wait_s)
-            else:
-                return
+                error = self._tried(data)
+            if news_only and error is None:
+                self._last = data
+        if isinstance(message, RankReply) and error is not None and error.errno not in _GONE:
+            sys.stderr.write(f"rank {message.rank} could not send its answer: {error}\n")
+
+    def _tried(self, data: bytes) -> OSError | None:
+        try:
+            self._socket.send(data)
+        except OSError as error:
+            return error
+        return None
 
 
 def _fitting(reply: RankReply) -> RankReply:

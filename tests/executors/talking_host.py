@@ -97,6 +97,10 @@ class BareHost(VllmHost):
     def running(self) -> int:
         return len(self._tasks)
 
+    def own(self, method: str) -> Future[None]:
+        """Call what the engine itself has, behind the host's back."""
+        return self._go(getattr(self._llm, method)())
+
 
 class HeldHost(BareHost):
     """Has a process that holds its resource tracker's pipe and that it can not end, as one that the kernel holds."""
@@ -120,15 +124,11 @@ class ForgetfulHost(BareHost):
         self._clears = True
         self._llm.collective_rpc = self._do
         self._llm.reset_prefix_cache = self._clear
-        for name in ("reset_mm_cache", "reset_encoder_cache", "resume_generation"):
+        for name in ("reset_mm_cache", "reset_encoder_cache"):
             setattr(self._llm, name, self._llm.pause_generation)
-        self._llm.remove_lora = self._forget
 
     async def _do(self, _method: str, args: tuple[int, str, bytes]) -> None:
         self._heard(RankReply(args[0], 0, packed(None), None))
-
-    async def _forget(self, _lora_int_id: int) -> bool:
-        return True
 
     async def _clear(self, **_known: Any) -> bool:
         return self._clears
@@ -152,7 +152,7 @@ class _Nothing:
     async def pause_generation(self, **_known: Any) -> None:
         """What has begun goes on; the tests do not freeze while tokens come."""
 
-    pause_scheduler_async = pause_generation
+    pause_scheduler_async = resume_generation = pause_generation
 
 
 async def _make(*_args: Any) -> _Nothing:

@@ -17,6 +17,7 @@ from omni_notebook.errors import (
     EngineClosedError,
     OmniError,
     RemoteWorkerError,
+    UnsupportedError,
     WorkerDiedError,
 )
 from omni_notebook.executors import hosted
@@ -287,6 +288,20 @@ def test_what_vllm_could_not_clear_is_not_left_to_answer_from(serve: Callable[..
             await ask(executor)
         executor.tell_host("clears", True)
         await ask(executor)
+
+    serve(FORGETFUL, test, list[TextOutput])
+
+
+def test_vllms_own_wake_up_and_resume_are_refused_while_the_host_holds_it_still(serve: Callable[..., None]) -> None:
+    async def test(executor: hosted.HostedExecutor, _heard: Heard) -> None:
+        await executor.ask_host("start")
+        await executor.ask_host("own", "resume_generation")
+        await executor.ask_host("freeze")
+        for name in ("wake_up", "resume_generation"):
+            with pytest.raises(UnsupportedError, match=rf"vLLM's own {name}\(\) was called under stage 7"):
+                await executor.ask_host("own", name)
+        await executor.ask_host("thaw", False)
+        await executor.ask_host("own", "resume_generation")
 
     serve(FORGETFUL, test, list[TextOutput])
 

@@ -102,14 +102,18 @@ async def _taken_back(
 ) -> BaseException:
     """Remove the adapter from every rank, and say why; a stage of which a rank is lost or will not has FAILED."""
     for stage, answers in zip(stages, committed, strict=True):
-        lost = next((answer.error for answer in answers if isinstance(answer.error, _LOST)), None)
-        stuck = lost or await _take_back(stage, request.lora_int_id, context.finish_s)
+        stuck = _lost(answers) or await _take_back(stage, request.lora_int_id, context.finish_s)
         if stuck is not None:
             stage.fail(first_error(answers) or stuck)
     stage, failed = _culprit(stages, committed)
     if stage.state == MemoryState.FAILED:
         return _named(stage, request, failed, f"the stage has FAILED, call restart({stage.stage_id})")
     return _named(stage, request, failed, "it was removed from every rank, nothing changed")
+
+
+def _lost(answers: Sequence[RankAnswer]) -> BaseException | None:
+    """The error of a rank that died or said nothing in time."""
+    return next((answer.error for answer in answers if isinstance(answer.error, _LOST)), None)
 
 
 def _culprit(stages: Sequence[Stage], answered: Answers) -> tuple[Stage, RankAnswer]:
@@ -179,8 +183,7 @@ async def pin(stages: Sequence[Stage], lora_id: int, context: Context) -> None:
 async def _unpinned(stages: Sequence[Stage], lora_id: int, pinned: Answers, context: Context) -> BaseException:
     undone = await _everywhere(stages, "unpin_lora", lora_id, timeout_s=context.finish_s)
     for stage, before, after in zip(stages, pinned, undone, strict=True):
-        lost = next((answer.error for answer in before if isinstance(answer.error, _LOST)), None)
-        stuck = lost or first_error(after)
+        stuck = _lost(before) or first_error(after)
         if stuck is not None:
             stage.fail(first_error(before) or stuck)
     stage, failed = _culprit(stages, pinned)

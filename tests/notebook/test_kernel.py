@@ -36,8 +36,6 @@ def watch():
 threading.Thread(target=watch, daemon=True).start()
 """
 IDLE = """
-%omni wake
-%omni resume
 import time
 while any(stage.running or stage.queued for stage in engine.status().stages):
     time.sleep(0.01)
@@ -140,7 +138,7 @@ def _awake(request):
     """Whatever a test did, the next one finds the stages awake, open and idle."""
     yield
     if "kernel" in request.fixturenames:
-        request.getfixturevalue("kernel").run(IDLE)
+        request.getfixturevalue("kernel").run("%omni wake\n%omni resume\n" + IDLE)
 
 
 def test_a_cell_sleeps_and_wakes_a_stage(kernel):

@@ -3,7 +3,7 @@
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
-from tests.notebook.test_kernel import Kernel
+from tests.notebook.test_kernel import IDLE, Kernel
 
 START = "%load_ext omni_notebook\nimport omni_notebook as omni\nengine = %omni start --ballast 16MiB"
 STATES = "print([str(stage.state) for stage in engine.status().stages])"
@@ -26,13 +26,6 @@ def kernel():
     assert (started.status, started.error) == ("ok", [])
     yield kernel
     kernel.close()
-
-
-IDLE = """
-import time
-while any(stage.running or stage.queued for stage in engine.status().stages):
-    time.sleep(0.01)
-"""
 
 
 @pytest.fixture(autouse=True)
